@@ -1,0 +1,134 @@
+"""What the control plane knows about jobs, attempts and nodes. PURE values; the store maps them to rows one to one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from orchestrator.core.spec import JobSpec
+from orchestrator.core.states import AttemptState, Desired, JobState
+from workers.messages import Failure, GroupReport, NodePlace, Outcome, RankReport
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job row. The service writes ``desired`` and ``grace_s``; the reconciler writes all else after creation. ``version`` guards both.
+
+    Times are Unix seconds (UTC). ``attempt`` is the number of the newest attempt, 0 before the first.
+    """
+
+    id: str
+    name: str
+    spec: JobSpec
+    state: JobState
+    reason: str
+    message: str
+    created_at: float
+    version: int = 1
+    desired: Desired = Desired.RUN
+    grace_s: float | None = None  # from the cancel request; None: the spec's
+    attempt: int = 0
+    generation: int = -1  # newest generation started, over all attempts
+    step: int | None = None
+    best_step: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    failures: tuple[Failure, ...] = ()  # what the budgets have paid, newest last
+    restarts: int = 0  # incidents so far
+    unreachable_since: float | None = None
+    started_at: float | None = None  # first time RUNNING
+    ended_at: float | None = None
+    look_again_at: float | None = None  # when the reconciler must decide anew even if nothing changes
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One placement of a job. ``ranks`` is the newest report of each rank."""
+
+    job_id: str
+    number: int
+    state: AttemptState
+    nodes: tuple[NodePlace, ...]
+    cpus_per_node: float
+    gpus_per_node: int
+    memory_gb: float
+    created_at: float
+    first_generation: int = 0
+    generation: int = -1
+    report_version: int = 0  # newest coordinator report that was saved
+    ranks: tuple[RankReport, ...] = ()
+    outcome: Outcome | None = None
+    reason: str = ""
+    message: str = ""
+    started_at: float | None = None
+    ended_at: float | None = None
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of a job's history. ``source`` + ``source_seq`` make a doubled report harmless: ("control", n) or ("attempt-2", n)."""
+
+    job_id: str
+    at: float
+    reason: str
+    message: str
+    source: str = "control"
+    source_seq: int | None = None
+    attempt: int | None = None
+    generation: int | None = None
+    rank: int | None = None
+    id: int | None = None  # given by the store, grows
+
+
+class NodeState(StrEnum):
+    READY = "READY"
+    CORDONED = "CORDONED"
+    DRAINING = "DRAINING"
+    DRAINED = "DRAINED"
+    QUARANTINED = "QUARANTINED"
+    UNREACHABLE = "UNREACHABLE"
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine as Ray sees it. ``free_*`` is what Ray has not given away."""
+
+    id: str  # Ray node id, hex
+    name: str
+    address: str
+    state: NodeState
+    cpus: float
+    gpus: int
+    memory_gb: float
+    free_cpus: float
+    free_gpus: float
+    free_memory_gb: float
+    head: bool = False
+    conditions: tuple[str, ...] = ()
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+class Presence(StrEnum):
+    """What can be seen of a group in Ray."""
+
+    ABSENT = "ABSENT"  # Ray answered: neither coordinator nor placement group of that name
+    PRESENT = "PRESENT"  # its coordinator answered with a report
+    SILENT = "SILENT"  # something of it exists, its coordinator did not answer in time
+    UNKNOWN = "UNKNOWN"  # Ray itself did not answer: says nothing about the group
+
+
+@dataclass(frozen=True)
+class GroupView:
+    """One observation of one group. ``report`` is set when PRESENT."""
+
+    presence: Presence
+    report: GroupReport | None = None
+
+
+@dataclass(frozen=True)
+class World:
+    """Everything that a plan is made from, read before deciding."""
+
+    jobs: tuple[Job, ...]  # all that are not final, and final ones whose attempt is not ENDED
+    attempts: dict[str, Attempt]  # newest attempt by job id
+    groups: dict[tuple[str, int], GroupView]  # by (job id, attempt number)
+    nodes: tuple[Node, ...] | None  # None: Ray did not answer

@@ -1,0 +1,3 @@
+"""The job spec: see JobSpec. (being written)"""
+from pydantic import BaseModel
+class JobSpec(BaseModel): ...

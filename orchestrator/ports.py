@@ -1,0 +1,99 @@
+"""What the control loop needs from the outside, as protocols. Adapters implement them; the simulation implements Groups and Nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from orchestrator.core.actions import JobStep
+from orchestrator.core.model import Attempt, Event, GroupView, Job, Node
+from workers.messages import CheckpointRecord, GroupSpec, Incident
+
+
+class Conflict(Exception):
+    """A guarded write found another version: read again and decide anew."""
+
+
+class Unavailable(Exception):
+    """The other side (Ray, database) did not answer; nothing is known about the effect."""
+
+
+class Clock(Protocol):
+    def now(self) -> float:
+        """Unix time in seconds."""
+        ...
+
+
+class Groups(Protocol):
+    """Groups of Ray actors. Every call is idempotent and named by (job id, attempt). Raises Unavailable when Ray does not answer."""
+
+    def observe(self, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], GroupView]: ...
+
+    def create(self, spec: GroupSpec) -> None:
+        """Make placement group and coordinator if they do not exist; returns before they are ready."""
+        ...
+
+    def end(self, job_id: str, attempt: int, grace_s: float) -> None:
+        """Ask the coordinator to end its ranks: SIGTERM, then SIGKILL after ``grace_s``. No-op when there is none."""
+        ...
+
+    def remove(self, job_id: str, attempt: int) -> bool:
+        """Remove actors, placement group and shared memory. True when nothing of the group is left; call again otherwise."""
+        ...
+
+    def drill(self, job_id: str, attempt: int, fault: str, rank: int) -> str:
+        """Inject a real fault; returns a sentence that says what was done. Raises ValueError when it cannot be done now."""
+        ...
+
+
+class Nodes(Protocol):
+    def nodes(self) -> tuple[Node, ...]:
+        """Alive and lately lost nodes. Raises Unavailable."""
+        ...
+
+
+class Store(Protocol):
+    """Jobs in SQL. Every method is one transaction. Raises Unavailable when the database does not answer."""
+
+    # intent: written by the service
+    def add_job(self, job: Job, event: Event, idempotency_key: str | None, body_hash: str) -> tuple[Job, bool]:
+        """Insert; (job, True). With a known key: (the same job, False), or KeyReused when ``body_hash`` differs."""
+        ...
+
+    def save_intent(self, job: Job, event: Event) -> Job:
+        """Write ``desired`` and ``grace_s`` guarded by ``job.version``; returns the job with its new version. Raises Conflict."""
+        ...
+
+    # status: written by the reconciler
+    def save_step(self, step: JobStep) -> Job:
+        """Save one decision: job guarded by version, attempt, events, incidents, checkpoints. Raises Conflict."""
+        ...
+
+    # reads
+    def open_jobs(self) -> tuple[list[Job], dict[str, Attempt]]:
+        """Jobs that are not final or whose newest attempt is not ENDED, with their newest attempts by job id."""
+        ...
+
+    def job(self, ref: str) -> Job | None:
+        """By id, else the newest job with that name, an active one first."""
+        ...
+
+    def jobs(self, state: str | None, labels: dict[str, str], limit: int, after: str | None) -> tuple[list[Job], str | None]:
+        """Newest first; ``after`` is an opaque cursor; returns (page, next cursor)."""
+        ...
+
+    def attempts(self, job_id: str) -> list[Attempt]: ...
+
+    def incidents(self, job_id: str, limit: int, after: str | None) -> tuple[list[Incident], str | None]: ...
+
+    def events(self, job_id: str, limit: int, after: str | None) -> tuple[list[Event], str | None]: ...
+
+    def checkpoints(self, job_id: str, limit: int, after: str | None) -> tuple[list[CheckpointRecord], str | None]: ...
+
+    def ping(self) -> None:
+        """Raises Unavailable."""
+        ...
+
+
+class KeyReused(Exception):
+    """An idempotency key came with another body."""

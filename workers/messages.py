@@ -1,0 +1,260 @@
+"""The wire contract between control plane, coordinator, agents and ranks.
+
+Plain frozen dataclasses of JSON values, so that a message means the same in a Ray call, in a file and in a row of SQL. Invariant: a
+message never holds an object whose class lives outside this module and the standard library. ``SCHEMA`` changes when a field changes
+its meaning; a reader refuses a schema newer than its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+SCHEMA = 1
+
+
+class GroupPhase(StrEnum):
+    """Where a group is in its life; written by the coordinator only."""
+
+    PLACING = "PLACING"  # waits for its placement group and agents
+    WARMING = "WARMING"  # agents answer, launchers import the framework
+    STARTING = "STARTING"  # ranks of the first generation are launched, no step yet
+    RUNNING = "RUNNING"
+    RECOVERING = "RECOVERING"  # a failure was seen; ends with the first new step (or first sign of life of a script without steps)
+    ENDING = "ENDING"  # ranks got SIGTERM, grace runs
+    ENDED = "ENDED"  # nothing of the group runs; outcome is set
+
+
+class Outcome(StrEnum):
+    """How a group ended."""
+
+    SUCCEEDED = "SUCCEEDED"  # every rank ended with 0 by itself
+    FAILED = "FAILED"  # a verdict: another attempt would not help
+    LOST = "LOST"  # needs another placement
+    STOPPED = "STOPPED"  # ended because it was asked to
+
+
+class FailureClass(StrEnum):
+    """Who is to blame for a failure, which decides the budget that pays for the restart."""
+
+    USER = "user_error"
+    OUT_OF_MEMORY = "out_of_memory"
+    INFRASTRUCTURE = "infrastructure"
+    PREEMPTION = "preemption"
+    UNKNOWN = "unknown"
+
+
+class RankState(StrEnum):
+    LAUNCHED = "LAUNCHED"
+    RUNNING = "RUNNING"  # finished its first step, or a script that reports none
+    EXITED = "EXITED"
+    LOST = "LOST"  # its agent is gone, so how it ended is not known
+
+
+class RankPhase(StrEnum):
+    """What a rank says that it is doing; each has its own limit for silence."""
+
+    START = "start"
+    RESTORE = "restore"
+    COMPILE = "compile"
+    STEP = "step"
+    EVAL = "eval"
+    SAVE = "save"
+    DONE = "done"
+
+
+class Source(StrEnum):
+    """Where a generation took its state from."""
+
+    MEMORY = "memory"
+    PEER = "peer"
+    STORAGE = "storage"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class NodePlace:
+    """One node of an attempt: ``index`` counts from 0 within the group, ``node_id`` is Ray's."""
+
+    index: int
+    node_id: str
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """All that a coordinator must know to run an attempt; sent once, at its creation."""
+
+    job_id: str
+    job_name: str
+    attempt: int
+    framework: str  # pytorch | tensorflow | jax | plain
+    strategy: str | None
+    command: tuple[str, ...]
+    env: dict[str, str]
+    nodes: tuple[NodePlace, ...]
+    processes_per_node: int
+    cpus_per_node: float
+    gpus_per_node: int
+    memory_gb: float
+    devices_per_node: int | None
+    bundle: str | None  # sha256 of the zip
+    bundle_url: str | None  # fsspec URL or path of the zip
+    storage_url: str  # fsspec URL or path of the job's own folder
+    every_steps: int | None
+    every_seconds: float | None
+    keep_last: int
+    snapshot_every_steps: int | None  # None: auto
+    max_user_errors: int
+    max_infrastructure: int
+    window_s: float
+    start_s: float
+    hang_s: float | None  # None: auto
+    grace_s: float
+    first_generation: int = 0  # generations count on over attempts of a job
+    prior_failures: tuple[Failure, ...] = ()  # of earlier attempts: budgets survive every restart
+    prior_best_step: int | None = None
+    schema: int = SCHEMA
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks over all nodes."""
+        return len(self.nodes) * self.processes_per_node
+
+    @property
+    def key(self) -> str:
+        """Name of the group, from which all names in Ray and in /dev/shm are made."""
+        return f"{self.job_id}.{self.attempt}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One failure that a budget paid for. ``signature`` is equal for equal causes at the same place; ``step`` is the best step then."""
+
+    at: float  # Unix time, seconds
+    kind: FailureClass
+    cause: str
+    signature: str
+    step: int | None
+
+
+@dataclass(frozen=True)
+class ErrorReport:
+    """A Python exception of a rank as text; never a pickled object."""
+
+    type: str  # qualified name
+    message: str
+    traceback: str  # at most 16 KiB, the innermost end kept
+    place: str  # "file.py:12 in function": innermost frame of the user's code
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank of the current generation."""
+
+    rank: int
+    node_index: int
+    node_id: str
+    local_rank: int
+    generation: int
+    pid: int | None
+    state: RankState
+    phase: RankPhase | None = None
+    phase_at: float | None = None  # Unix time when the phase began
+    step: int | None = None  # newest finished step
+    step_at: float | None = None
+    step_seconds: float | None = None  # median of the newest steps
+    step_p99: float | None = None
+    exit_code: int | None = None  # set when it ended by itself
+    signal: int | None = None  # set when a signal ended it
+    ours: bool = False  # we sent that signal
+    drill: str | None = None  # a drill made it end
+    started_at: float | None = None
+    ended_at: float | None = None
+    error: ErrorReport | None = None
+
+
+@dataclass(frozen=True)
+class Incident:
+    """One failure and its recovery. Times are Unix seconds; ``recovered_at`` is None while it lasts."""
+
+    job_id: str
+    attempt: int
+    generation: int  # the generation that failed
+    at: float  # when the failure happened, as near as we can know
+    cause: str  # stable token: signal, exception, exit_code, early_exit, hang, agent_lost, node_lost, coordinator_lost, ...
+    kind: FailureClass
+    message: str  # one line: class, blamed rank and node, evidence, action
+    action: str  # restart_in_place | relaunch | stop
+    blamed_rank: int | None = None
+    blamed_node: str | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    excerpt: str = ""  # last log lines or traceback of the blamed rank, at most 8 KiB
+    drill: str | None = None
+    last_step: int | None = None
+    resumed_step: int | None = None
+    lost_steps: int | None = None
+    restored_from: Source = Source.NONE
+    phases_ms: dict[str, float] = field(default_factory=dict)  # detect, stop, launch, restore, first_step
+    recovery_seconds: float | None = None
+    recovered_at: float | None = None
+
+
+@dataclass(frozen=True)
+class GroupEvent:
+    """Something worth telling the user. ``seq`` grows by one within an attempt, also over a coordinator's death."""
+
+    seq: int
+    at: float
+    reason: str  # stable CamelCase token
+    message: str
+    generation: int | None = None
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class CheckpointRecord:
+    """A committed checkpoint."""
+
+    job_id: str
+    attempt: int
+    generation: int
+    step: int
+    url: str  # folder
+    bytes: int
+    files: int
+    world_size: int
+    committed_at: float
+    write_seconds: float
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """What a coordinator knows about its group; idempotent to receive twice, ``version`` grows with each change."""
+
+    job_id: str
+    attempt: int
+    version: int
+    generation: int
+    phase: GroupPhase
+    reason: str  # stable token: why it is in this phase
+    message: str
+    ranks: tuple[RankReport, ...] = ()
+    step: int | None = None  # newest step finished by every rank
+    best_step: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)  # rank 0's newest
+    failures: tuple[Failure, ...] = ()
+    incidents: tuple[Incident, ...] = ()
+    events: tuple[GroupEvent, ...] = ()
+    checkpoints: tuple[CheckpointRecord, ...] = ()
+    pruned: tuple[str, ...] = ()  # urls of checkpoints that retention removed
+    started_at: float | None = None  # first time RUNNING
+    outcome: Outcome | None = None
+    ended_at: float | None = None
+    schema: int = SCHEMA
+
+
+def to_json(message: Any) -> dict[str, Any]:
+    """A message as plain JSON values."""
+    return asdict(message)
