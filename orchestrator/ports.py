@@ -18,6 +18,10 @@ class Unavailable(Exception):
     """The other side (Ray, database) did not answer; nothing is known about the effect."""
 
 
+class BadCursor(ValueError):
+    """A cursor that no list gave out, or another list."""
+
+
 class Clock(Protocol):
     def now(self) -> float:
         """Unix time in seconds."""
