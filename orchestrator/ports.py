@@ -33,6 +33,10 @@ class Groups(Protocol):
 
     def observe(self, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], GroupView]: ...
 
+    def existing(self) -> set[tuple[str, int]]:
+        """All groups of which Ray still has a coordinator, agent or placement group, whoever asked for them."""
+        ...
+
     def create(self, spec: GroupSpec) -> None:
         """Make placement group and coordinator if they do not exist; returns before they are ready."""
         ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from orchestrator.core.model import Attempt, Event, Job
 from workers.messages import CheckpointRecord, GroupSpec, Incident
@@ -54,3 +54,5 @@ class JobStep:
 class Plan:
     steps: tuple[JobStep, ...]
     look_again_at: float | None  # Unix seconds; None: when something changes
+    sweep: tuple[RemoveGroup, ...] = ()  # strays
+    broken: dict[str, str] = field(default_factory=dict)  # job id -> error: decided nothing about it, all others go on

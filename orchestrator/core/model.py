@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from orchestrator.core.spec import JobSpec
 from orchestrator.core.states import AttemptState, Desired, JobState
-from workers.messages import Failure, GroupReport, NodePlace, Outcome, RankReport
+from workers.messages import Failure, GroupReport, Incident, NodePlace, Outcome, RankReport
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,9 @@ class Job:
     best_step: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     failures: tuple[Failure, ...] = ()  # what the budgets have paid, newest last
-    restarts: int = 0  # incidents so far
+    restarts: int = 0  # how often ranks were started again, over all attempts
+    stalled: int = 0  # attempts lost in a row without a new best step
+    open_incident: Incident | None = None  # lost its attempt; the next one that trains closes it
     unreachable_since: float | None = None
     started_at: float | None = None  # first time RUNNING
     ended_at: float | None = None
@@ -55,6 +57,9 @@ class Attempt:
     first_generation: int = 0
     generation: int = -1
     report_version: int = 0  # newest coordinator report that was saved
+    prior_best_step: int | None = None  # the job's best step when this attempt was made
+    absent_since: float | None = None  # first of the newest observations in a row that found nothing of it
+    ending_since: float | None = None  # when it was first told to end
     ranks: tuple[RankReport, ...] = ()
     outcome: Outcome | None = None
     reason: str = ""
@@ -132,3 +137,5 @@ class World:
     attempts: dict[str, Attempt]  # newest attempt by job id
     groups: dict[tuple[str, int], GroupView]  # by (job id, attempt number)
     nodes: tuple[Node, ...] | None  # None: Ray did not answer
+    removed: frozenset[tuple[str, int]] = frozenset()  # groups whose removal was complete before this observation
+    strays: frozenset[tuple[str, int]] = frozenset()  # groups seen in Ray whose attempt is ENDED: a late call made them anew

@@ -55,17 +55,17 @@ class Section(BaseModel):
 class Resources(Section):
     """What an attempt occupies while it runs; all of it or nothing."""
 
-    nodes: int = Field(1, ge=1, le=1000, description="Number of different nodes, 1 to 1000.")
-    min_nodes: int | None = Field(None, ge=1, le=1000, description="Fewest nodes to go on with, 1 to `nodes`; null: `nodes`.")
-    spare_nodes: int = Field(0, ge=0, le=100, description="Nodes kept warm as a replacement, 0 to 100.")
+    nodes: int = Field(default=1, ge=1, le=1000, description="Number of different nodes, 1 to 1000.")
+    min_nodes: int | None = Field(default=None, ge=1, le=1000, description="Fewest nodes to go on with, 1 to `nodes`; null: `nodes`.")
+    spare_nodes: int = Field(default=0, ge=0, le=100, description="Nodes kept warm as a replacement, 0 to 100.")
     processes_per_node: int = Field(
-        1, ge=1, le=64, description=f"Ranks on each node, 1 to 64; nodes x processes_per_node is at most {MAX_WORLD_SIZE}."
+        default=1, ge=1, le=64, description=f"Ranks on each node, 1 to 64; nodes x processes_per_node is at most {MAX_WORLD_SIZE}."
     )
-    gpus_per_node: int = Field(0, ge=0, le=64, description="GPUs on each node, 0 to 64.")
-    cpus_per_node: float = Field(1, gt=0, le=1024, description="CPU cores on each node, above 0, up to 1024.")
-    memory_gb: float = Field(2, gt=0, le=65536, description="Host memory on each node in GB (10^9 bytes), above 0, up to 65536.")
+    gpus_per_node: int = Field(default=0, ge=0, le=64, description="GPUs on each node, 0 to 64.")
+    cpus_per_node: float = Field(default=1, gt=0, le=1024, description="CPU cores on each node, above 0, up to 1024.")
+    memory_gb: float = Field(default=2, gt=0, le=65536, description="Host memory on each node in GB (10^9 bytes), above 0, up to 65536.")
     devices_per_node: int | None = Field(
-        None, ge=1, le=64, description="Replicas of `mirrored` in its one process, 1 to 64; null: gpus_per_node, else 1."
+        default=None, ge=1, le=64, description="Replicas of `mirrored` in its one process, 1 to 64; null: gpus_per_node, else 1."
     )
 
     @field_validator("min_nodes")
@@ -91,14 +91,18 @@ class Resources(Section):
 
 class Checkpoint(Section):
     storage: str | None = Field(
-        None, min_length=1, max_length=1000,
+        default=None, min_length=1, max_length=1000,
         description="Absolute path or URL (s3://, gs://) below which the job's folder is made, 1 to 1000 characters; null: the server's.",
     )  # fmt: skip
-    every_steps: int | None = Field(100, ge=1, le=10**9, description="Steps between two checkpoints, 1 to 10^9; null: not by steps.")
-    every_seconds: float | None = Field(None, gt=0, le=604800, description="Seconds between two, above 0, up to 604800; null: not by time.")
-    keep_last: int = Field(3, ge=2, le=1000, description="Checkpoints to keep, 2 to 1000.")
+    every_steps: int | None = Field(
+        default=100, ge=1, le=10**9, description="Steps between two checkpoints, 1 to 10^9; null: not by steps."
+    )
+    every_seconds: float | None = Field(
+        default=None, gt=0, le=604800, description="Seconds between two, above 0, up to 604800; null: not by time."
+    )
+    keep_last: int = Field(default=3, ge=2, le=1000, description="Checkpoints to keep, 2 to 1000.")
     snapshot_every_steps: Literal["auto"] | Annotated[int, Field(ge=1, le=10**9)] = Field(
-        "auto", description='Steps between two snapshots in host memory, 1 to 10^9, or "auto".'
+        default="auto", description='Steps between two snapshots in host memory, 1 to 10^9, or "auto".'
     )
 
     @field_validator("storage")
@@ -112,18 +116,18 @@ class Checkpoint(Section):
 class Restart(Section):
     """Budgets within a sliding window; counted over all attempts."""
 
-    max_user_errors: int = Field(0, ge=0, le=1000, description="Restarts after errors of the program itself, 0 to 1000.")
-    max_infrastructure: int = Field(20, ge=0, le=10000, description="Restarts after signals, lost nodes and the like, 0 to 10000.")
-    window_hours: float = Field(24, gt=0, le=8760, description="Length of the window in hours, above 0, up to 8760.")
+    max_user_errors: int = Field(default=0, ge=0, le=1000, description="Restarts after errors of the program itself, 0 to 1000.")
+    max_infrastructure: int = Field(default=20, ge=0, le=10000, description="Restarts after signals, lost nodes and the like, 0 to 10000.")
+    window_hours: float = Field(default=24, gt=0, le=8760, description="Length of the window in hours, above 0, up to 8760.")
 
 
 class Timeouts(Section):
-    start_s: float = Field(600, gt=0, le=86400, description="Seconds from placement to the first step, above 0, up to 86400.")
+    start_s: float = Field(default=600, gt=0, le=86400, description="Seconds from placement to the first step, above 0, up to 86400.")
     hang_s: Literal["auto"] | Annotated[AnyNumber, Field(gt=0, le=604800)] = Field(
-        "auto", description='Seconds without a step that count as a hang, above 0, up to 604800, or "auto".'
+        default="auto", description='Seconds without a step that count as a hang, above 0, up to 604800, or "auto".'
     )
-    grace_s: float = Field(30, ge=0, le=3600, description="Seconds between SIGTERM and SIGKILL, 0 to 3600.")
-    run_hours: float | None = Field(None, gt=0, le=87600, description="Longest run in hours, above 0, up to 87600; null: no limit.")
+    grace_s: float = Field(default=30, ge=0, le=3600, description="Seconds between SIGTERM and SIGKILL, 0 to 3600.")
+    run_hours: float | None = Field(default=None, gt=0, le=87600, description="Longest run in hours, above 0, up to 87600; null: no limit.")
 
 
 class JobSpec(Section):
@@ -135,15 +139,17 @@ class JobSpec(Section):
     )  # fmt: skip
     framework: Framework = Field(description=f"pytorch, tensorflow, jax or plain; {RUNNABLE}.")
     strategy: Strategy | None = Field(
-        None, validate_default=True, description=f"How ranks work together; null: the framework's own. {RUNNABLE.capitalize()}."
+        default=None, validate_default=True, description=f"How ranks work together; null: the framework's own. {RUNNABLE.capitalize()}."
     )
     command: tuple[str, ...] = Field(
         strict=False, min_length=1, max_length=1000,
         description="Program and arguments: 1 to 1000 strings, the first not empty, no NUL, 128 KiB in all; passed on byte for byte.",
     )  # fmt: skip
-    working_dir: None = Field(None, exclude=True, description="Only in files for the CLI, which uploads the folder as `bundle`.")
+    working_dir: None = Field(default=None, exclude=True, description="Only in files for the CLI, which uploads the folder as `bundle`.")
     bundle: str | None = Field(
-        None, pattern=r"^[0-9a-f]{64}\z", description="SHA-256 of an uploaded zip, 64 lower-case hex digits; null: no code is unpacked."
+        default=None,
+        pattern=r"^[0-9a-f]{64}\z",
+        description="SHA-256 of an uploaded zip, 64 lower-case hex digits; null: no code is unpacked.",
     )
     env: dict[EnvName, str] = Field(
         default_factory=dict, max_length=1000,
@@ -153,7 +159,7 @@ class JobSpec(Section):
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="Snapshots and checkpoints.")
     restart: Restart = Field(default_factory=Restart, description="Restart budgets.")
     timeouts: Timeouts = Field(default_factory=Timeouts, description="Limits of time.")
-    priority: int = Field(50, ge=0, le=100, description="0 to 100; higher starts first.")
+    priority: int = Field(default=50, ge=0, le=100, description="0 to 100; higher starts first.")
     labels: dict[LabelName, LabelValue] = Field(
         default_factory=dict, max_length=64,
         description="At most 64; names of 1 to 63 letters, digits and . _ / -, values up to 200 characters without control characters.",
