@@ -1,0 +1,47 @@
+"""What happened to a job: attempts, ranks, incidents, events, checkpoints."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from api.context import Cursor, Here, Limit, Ref
+from api.errors import documented
+from api.schemas import AttemptOut, CheckpointOut, EventOut, IncidentOut, Page, RankOut
+from api.slices import page_of
+
+router = APIRouter(prefix="/jobs/{ref}", tags=["history"], responses=documented(404, 422))
+
+
+@router.get("/attempts", summary="Placements of a job")
+def attempts(here: Here, ref: Ref, limit: Limit = 50, cursor: Cursor = None) -> Page[AttemptOut]:
+    """In order."""
+    items, following = page_of(here.service.attempts(ref), limit, cursor)
+    return Page[AttemptOut](items=[AttemptOut.of(attempt) for attempt in items], next_cursor=following)
+
+
+@router.get("/ranks", summary="Training processes of a job")
+def ranks(here: Here, ref: Ref, limit: Limit = 50, cursor: Cursor = None) -> Page[RankOut]:
+    """Of the newest attempt, by rank."""
+    items, following = page_of(here.service.ranks(ref), limit, cursor)
+    return Page[RankOut](items=[RankOut.of(rank) for rank in items], next_cursor=following)
+
+
+@router.get("/incidents", summary="Failures and recoveries of a job")
+def incidents(here: Here, ref: Ref, limit: Limit = 50, cursor: Cursor = None) -> Page[IncidentOut]:
+    """Newest first."""
+    items, following = here.service.incidents(ref, limit, cursor)
+    return Page[IncidentOut](items=[IncidentOut.of(incident) for incident in items], next_cursor=following)
+
+
+@router.get("/events", summary="History of a job")
+def events(here: Here, ref: Ref, limit: Limit = 50, cursor: Cursor = None) -> Page[EventOut]:
+    """Newest first."""
+    items, following = here.service.events(ref, limit, cursor)
+    return Page[EventOut](items=[EventOut.of(event) for event in items], next_cursor=following)
+
+
+@router.get("/checkpoints", summary="Checkpoints of a job")
+def checkpoints(here: Here, ref: Ref, limit: Limit = 50, cursor: Cursor = None) -> Page[CheckpointOut]:
+    """Newest first."""
+    items, following = here.service.checkpoints(ref, limit, cursor)
+    return Page[CheckpointOut](items=[CheckpointOut.of(record) for record in items], next_cursor=following)

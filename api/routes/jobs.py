@@ -1,0 +1,128 @@
+"""Jobs: submit, plan, list, get, cancel, drill."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Header, Query, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from api.body import documented as body
+from api.body import json_body
+from api.context import Cursor, Here, Limit, Ref
+from api.errors import FieldProblem, documented, invalid
+from api.schemas import JobOut, Page, PlanOut
+from orchestrator.core.spec import JobSpec, dump
+from orchestrator.core.states import JobState
+
+router = APIRouter(prefix="/jobs", tags=["jobs"])
+
+
+class CancelRequest(BaseModel):
+    """How to cancel."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    grace_s: float | None = Field(
+        None, ge=0, le=3600, allow_inf_nan=False, description="Seconds between SIGTERM and SIGKILL, 0 to 3600; null: the spec's."
+    )
+
+
+class DrillRequest(BaseModel):
+    """A real fault to inject."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    fault: Literal["kill", "stop", "exit", "agent"] = Field(
+        description="kill: SIGKILL to the rank; stop: SIGSTOP, a hang; exit: the rank exits by itself; agent: its node's agent dies."
+    )
+    rank: int = Field(0, ge=0, lt=4096, description="Rank to hit, 0 to world size - 1.")
+
+
+class DrillOut(BaseModel):
+    """What a drill did."""
+
+    message: str
+
+
+Submitted = Annotated[JobSpec, Depends(json_body(JobSpec))]
+Key = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key",
+        min_length=1,
+        max_length=200,
+        pattern=r"^[\x21-\x7e]+$",
+        description="Makes a repeated submit give the same job; 1 to 200 printable ASCII characters. Never expires.",
+    ),
+]
+
+
+@router.post(
+    "", status_code=201, summary="Submit a job", response_model=JobOut,
+    responses={200: {"model": JobOut, "description": "The job that this key and body made before"}, **documented(409, 413, 422)},
+    openapi_extra=body(JobSpec),
+)  # fmt: skip
+def submit(here: Here, spec: Submitted, response: Response, key: Key = None) -> JobOut:
+    """Takes the job spec as body. 201 for a new job; 200 with the same job for the same key and body; 409 for the same key with another."""
+    job, created = here.service.submit(spec, idempotency_key=key, body_hash=fingerprint(spec))
+    response.status_code = 201 if created else 200
+    response.headers["Location"] = f"/api/v1/jobs/{job.id}"
+    return JobOut.of(job)
+
+
+def fingerprint(spec: JobSpec) -> str:
+    """Equal for specs that mean the same, whatever their spelling in the body."""
+    return hashlib.sha256(json.dumps(dump(spec), sort_keys=True).encode()).hexdigest()
+
+
+@router.post("/plan", summary="What would happen to a job", responses=documented(413, 422), openapi_extra=body(JobSpec))
+def plan(here: Here, spec: Submitted) -> PlanOut:
+    """Validates the spec and tells where it would be placed now, or why it would wait. Changes nothing."""
+    return PlanOut.of(here.service.plan(spec))
+
+
+@router.get("", summary="List jobs", responses=documented(422))
+def jobs(
+    here: Here,
+    limit: Limit = 50,
+    cursor: Cursor = None,
+    state: Annotated[JobState | None, Query(description="Only jobs in this state.")] = None,
+    label: Annotated[list[str] | None, Query(max_length=16, description="`name=value`, up to 16 times: all must match.")] = None,
+) -> Page[JobOut]:
+    """Newest first."""
+    page, following = here.service.jobs(state, _labels(label or []), limit, cursor)
+    return Page[JobOut](items=[JobOut.of(job) for job in page], next_cursor=following)
+
+
+def _labels(given: list[str]) -> dict[str, str]:
+    pairs = [text.partition("=") for text in given]
+    bad = [text for text, (name, equals, _) in zip(given, pairs, strict=True) if not name or not equals]
+    if bad:
+        raise invalid([FieldProblem(field="label", message=f"{bad[0][:100]!r} must have the form name=value")])
+    return {name: value for name, _, value in pairs}
+
+
+@router.get("/{ref}", summary="Get a job", responses=documented(404, 422))
+def job(here: Here, ref: Ref) -> JobOut:
+    """By id, or by name."""
+    return JobOut.of(here.service.job(ref))
+
+
+@router.post(
+    "/{ref}/cancel", summary="Cancel a job", responses=documented(404, 409, 413, 422), openapi_extra=body(CancelRequest, required=False)
+)
+def cancel(here: Here, ref: Ref, request: Annotated[CancelRequest, Depends(json_body(CancelRequest, required=False))]) -> JobOut:
+    """Idempotent. Ranks get SIGTERM, and SIGKILL when the grace is over; 409 when the job has already ended otherwise."""
+    return JobOut.of(here.service.cancel(ref, request.grace_s))
+
+
+@router.post("/{ref}/drills", summary="Inject a real fault", responses=documented(404, 409, 413, 422), openapi_extra=body(DrillRequest))
+def drill(here: Here, ref: Ref, request: Annotated[DrillRequest, Depends(json_body(DrillRequest))]) -> DrillOut:
+    """Shows that recovery works, on a job of yours that runs. The incident it makes is marked as a drill."""
+    return DrillOut(message=here.service.drill(ref, request.fault, request.rank))
+
+
+def component_models() -> list[type[Any]]:
+    """Models that OpenAPI must know although routes read their bodies themselves."""
+    return [JobSpec, CancelRequest, DrillRequest]

@@ -1,0 +1,244 @@
+"""What the API answers: one model for each kind of thing, made from the values of the core.
+
+Invariants: times are ISO 8601 in UTC with Z; a value that JSON cannot hold (NaN, infinity) comes as a string; fields are never renamed,
+only added.
+"""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+from typing import Annotated, Any, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from orchestrator.core import model
+from orchestrator.core.spec import dump
+from orchestrator.core.states import AttemptState, JobState
+from workers import messages
+from workers.messages import FailureClass, Outcome, RankPhase, RankState, Source
+
+Item = TypeVar("Item")
+Time = Annotated[str, Field(json_schema_extra={"format": "date-time"}, examples=["2026-01-31T12:00:00.123Z"])]
+
+
+def utc(at: float) -> str:
+    """A Unix time in seconds as ISO 8601 with milliseconds and Z."""
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def utc_or_none(at: float | None) -> str | None:
+    return None if at is None else utc(at)
+
+
+class Page(BaseModel, Generic[Item]):
+    """One page of a list."""
+
+    items: list[Item]
+    next_cursor: str | None = Field(None, description="Give it as `cursor` to get the next page; null: there is none.")
+
+
+class JobOut(BaseModel):
+    """A job."""
+
+    id: str
+    name: str
+    state: JobState
+    reason: str = Field(description="Stable token that says why the job is in its state.")
+    message: str = Field(description="The reason in a sentence.")
+    spec: dict[str, Any] = Field(description="The job spec as accepted, with defaults.")
+    priority: int
+    labels: dict[str, str]
+    attempt: int = Field(description="Number of the newest attempt; 0 before the first.")
+    generation: int = Field(description="Newest generation that was started, over all attempts; -1 before the first.")
+    step: int | None = Field(description="Newest step that every rank finished.")
+    best_step: int | None = Field(description="Highest step ever finished by every rank.")
+    metrics: dict[str, float | str] = Field(description="Rank 0's newest; NaN and infinity as strings.")
+    restarts: int = Field(description="Incidents so far.")
+    world_size: int
+    created_at: Time
+    started_at: Time | None
+    ended_at: Time | None
+    unreachable_since: Time | None = Field(description="Since when the job's group has not answered.")
+
+    @classmethod
+    def of(cls, job: model.Job) -> JobOut:
+        return cls(
+            id=job.id, name=job.name, state=job.state, reason=job.reason, message=job.message, spec=dump(job.spec),
+            priority=job.spec.priority, labels=job.spec.labels, attempt=job.attempt, generation=job.generation, step=job.step,
+            best_step=job.best_step, metrics={name: _number(value) for name, value in job.metrics.items()}, restarts=job.restarts,
+            world_size=job.spec.resources.world_size, created_at=utc(job.created_at), started_at=utc_or_none(job.started_at),
+            ended_at=utc_or_none(job.ended_at), unreachable_since=utc_or_none(job.unreachable_since),
+        )  # fmt: skip
+
+
+def _number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+class NodeRef(BaseModel):
+    """A node of an attempt."""
+
+    index: int
+    node_id: str
+
+
+class AttemptOut(BaseModel):
+    """One placement of a job on nodes."""
+
+    attempt: int
+    state: AttemptState
+    outcome: Outcome | None
+    reason: str
+    message: str
+    nodes: list[NodeRef]
+    generation: int
+    created_at: Time
+    started_at: Time | None
+    ended_at: Time | None
+
+    @classmethod
+    def of(cls, attempt: model.Attempt) -> AttemptOut:
+        return cls(
+            attempt=attempt.number, state=attempt.state, outcome=attempt.outcome, reason=attempt.reason, message=attempt.message,
+            nodes=[NodeRef(index=node.index, node_id=node.node_id) for node in attempt.nodes], generation=attempt.generation,
+            created_at=utc(attempt.created_at), started_at=utc_or_none(attempt.started_at), ended_at=utc_or_none(attempt.ended_at),
+        )  # fmt: skip
+
+
+class RankOut(BaseModel):
+    """One training process of the newest attempt."""
+
+    rank: int
+    local_rank: int
+    node_index: int
+    node_id: str
+    generation: int
+    pid: int | None = Field(description="Process id on its node.")
+    state: RankState
+    phase: RankPhase | None
+    phase_at: Time | None
+    step: int | None
+    step_at: Time | None
+    step_seconds: float | None = Field(description="Median of the newest steps, seconds.")
+    exit_code: int | None
+    signal: int | None
+    started_at: Time | None
+    ended_at: Time | None
+    error: dict[str, str] | None = Field(description="Python exception: type, message, traceback, place.")
+
+    @classmethod
+    def of(cls, rank: messages.RankReport) -> RankOut:
+        return cls(
+            rank=rank.rank, local_rank=rank.local_rank, node_index=rank.node_index, node_id=rank.node_id, generation=rank.generation,
+            pid=rank.pid, state=rank.state, phase=rank.phase, phase_at=utc_or_none(rank.phase_at), step=rank.step,
+            step_at=utc_or_none(rank.step_at), step_seconds=rank.step_seconds, exit_code=rank.exit_code, signal=rank.signal,
+            started_at=utc_or_none(rank.started_at), ended_at=utc_or_none(rank.ended_at),
+            error=None if rank.error is None else messages.to_json(rank.error),
+        )  # fmt: skip
+
+
+class IncidentOut(BaseModel):
+    """One failure and its recovery."""
+
+    # "class" is what users read and filter by, but no name for a Python attribute.
+    model_config = ConfigDict(serialize_by_alias=True, validate_by_name=True)
+
+    attempt: int
+    generation: int = Field(description="The generation that failed.")
+    at: Time
+    cause: str = Field(description="Stable token: signal, exception, exit_code, hang, agent_lost, node_lost, ...")
+    kind: FailureClass = Field(alias="class", description="Who is to blame; decides the budget that paid.")
+    message: str
+    action: str = Field(description="restart_in_place, relaunch or stop.")
+    blamed_rank: int | None
+    blamed_node: str | None
+    exit_code: int | None
+    signal: int | None
+    excerpt: str = Field(description="Last log lines or traceback of the blamed rank.")
+    drill: str | None = Field(description="The drill that made it, if one did.")
+    last_step: int | None
+    resumed_step: int | None
+    lost_steps: int | None = Field(description="Finished steps that had to be done again.")
+    restored_from: Source
+    phases_ms: dict[str, float] = Field(description="Milliseconds of detect, stop, launch, restore, first_step.")
+    recovery_seconds: float | None = Field(description="From the failure to the next new step; null while it lasts.")
+    recovered_at: Time | None
+
+    @classmethod
+    def of(cls, incident: messages.Incident) -> IncidentOut:
+        return cls(
+            attempt=incident.attempt, generation=incident.generation, at=utc(incident.at), cause=incident.cause, kind=incident.kind,
+            message=incident.message, action=incident.action, blamed_rank=incident.blamed_rank, blamed_node=incident.blamed_node,
+            exit_code=incident.exit_code, signal=incident.signal, excerpt=incident.excerpt, drill=incident.drill,
+            last_step=incident.last_step, resumed_step=incident.resumed_step, lost_steps=incident.lost_steps,
+            restored_from=incident.restored_from, phases_ms=incident.phases_ms, recovery_seconds=incident.recovery_seconds,
+            recovered_at=utc_or_none(incident.recovered_at),
+        )  # fmt: skip
+
+
+class EventOut(BaseModel):
+    """One line of a job's history."""
+
+    id: int | None
+    at: Time
+    reason: str = Field(description="Stable token.")
+    message: str
+    source: str
+    attempt: int | None
+    generation: int | None
+    rank: int | None
+
+    @classmethod
+    def of(cls, event: model.Event) -> EventOut:
+        return cls(
+            id=event.id, at=utc(event.at), reason=event.reason, message=event.message, source=event.source, attempt=event.attempt,
+            generation=event.generation, rank=event.rank,
+        )  # fmt: skip
+
+
+class CheckpointOut(BaseModel):
+    """A committed checkpoint."""
+
+    step: int
+    attempt: int
+    generation: int
+    url: str
+    bytes: int
+    files: int
+    world_size: int
+    committed_at: Time
+    write_seconds: float
+
+    @classmethod
+    def of(cls, record: messages.CheckpointRecord) -> CheckpointOut:
+        return cls(
+            step=record.step, attempt=record.attempt, generation=record.generation, url=record.url, bytes=record.bytes,
+            files=record.files, world_size=record.world_size, committed_at=utc(record.committed_at), write_seconds=record.write_seconds,
+        )  # fmt: skip
+
+
+class NodeOut(BaseModel):
+    """A machine of the cluster."""
+
+    id: str
+    name: str
+    address: str
+    state: model.NodeState
+    head: bool
+    cpus: float
+    gpus: int
+    memory_gb: float
+    free_cpus: float
+    free_gpus: float
+    free_memory_gb: float
+    conditions: list[str]
+    labels: dict[str, str]
+
+    @classmethod
+    def of(cls, node: model.Node) -> NodeOut:
+        return cls(
+            id=node.id, name=node.name, address=node.address, state=node.state, head=node.head, cpus=node.cpus, gpus=node.gpus,
+            memory_gb=node.memory_gb, free_cpus=node.free_cpus, free_gpus=node.free_gpus, free_memory_gb=node.free_memory_gb,
+            conditions=list(node.conditions), labels=node.labels,
+        )  # fmt: skip

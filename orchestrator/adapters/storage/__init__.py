@@ -1,0 +1,1 @@
+"""Files behind fsspec: code bundles and the logs of ranks."""
