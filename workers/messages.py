@@ -250,6 +250,8 @@ class GroupReport:
     checkpoints: tuple[CheckpointRecord, ...] = ()
     pruned: tuple[str, ...] = ()  # urls of checkpoints that retention removed
     started_at: float | None = None  # first time RUNNING
+    resumed_step: int | None = None  # step that the newest generation went on from, once it is known
+    restored_from: Source = Source.NONE  # and where that state came from
     outcome: Outcome | None = None
     ended_at: float | None = None
     schema: int = SCHEMA

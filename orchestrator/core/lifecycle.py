@@ -1,0 +1,294 @@
+"""What becomes of one job now: (job, newest attempt, what is seen of its group, now) -> one JobStep. PURE.
+
+Invariants
+- A job takes its next or final state only when its attempt is ENDED, and an attempt is ENDED only after its removal was complete and
+  nothing of it was seen afterwards. So two groups of a job never exist by our will, and nothing is left behind a final job.
+- A group that cannot be seen is left alone: silence is no evidence of death. Only Ray's answer that it does not exist, twice, counts.
+- Budgets are counted from what the attempts reported and are kept in the job, so they survive every restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from orchestrator.core.actions import CreateGroup, EndGroup, JobStep, RemoveGroup
+from orchestrator.core.decision import Decision
+from orchestrator.core.group_spec import HOUR, Roots, group_spec
+from orchestrator.core.model import Attempt, GroupView, Job, Presence
+from orchestrator.core.reports import learn
+from orchestrator.core.scheduling import Placement, Waiting
+from orchestrator.core.states import AttemptState, Desired, JobState, Reason
+from orchestrator.core.verdicts import give_up, lose
+from workers.messages import GroupPhase, GroupReport, Outcome
+
+ABSENT_S = 3.0  # Ray must say for this long that a group does not exist
+UNREACHABLE_S = 10.0  # shorter silences are not worth telling
+END_MARGIN_S = 60.0  # after the grace, before a group that does not end is removed
+START_MARGIN_S = 60.0  # the coordinator's own verdict about a slow start comes first
+
+STATE_OF_PHASE: dict[GroupPhase, tuple[JobState, Reason] | None] = {
+    GroupPhase.PLACING: (JobState.STARTING, Reason.PLACED),
+    GroupPhase.WARMING: (JobState.STARTING, Reason.WARMING),
+    GroupPhase.STARTING: (JobState.STARTING, Reason.LAUNCHED),
+    GroupPhase.RUNNING: (JobState.RUNNING, Reason.TRAINING),
+    GroupPhase.RECOVERING: (JobState.RECOVERING, Reason.RECOVERING),
+    GroupPhase.ENDING: None,  # stays what it was until the outcome is known
+    GroupPhase.ENDED: None,
+}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One look at a group; ``report`` is its newest, None where it was not PRESENT or told less than we know already."""
+
+    presence: Presence
+    report: GroupReport | None
+    roots: Roots
+
+
+def decide(job: Job, attempt: Attempt | None, view: GroupView | None, removed: bool, now: float, roots: Roots) -> JobStep:
+    """``view`` is needed unless the attempt is ENDED or missing; ``removed``: the removal was complete before this look."""
+    d = Decision(job, attempt, now)
+    if attempt is None or attempt.state is AttemptState.ENDED:
+        _without_group(d)
+        return d.step()
+    assert view is not None, f"{job.id}: attempt {attempt.number} was not looked at"
+    if job.state.final and attempt.state is not AttemptState.REMOVING:
+        d.attempt_is(AttemptState.REMOVING)
+    if d.attempt.state is AttemptState.REMOVING:
+        _removing(d, view, removed)
+        return d.step()
+    report = view.report if view.report is not None and view.report.version >= attempt.report_version else None
+    seen = Seen(view.presence, report, roots)
+    _reachability(d, view.presence)
+    if report is not None:
+        learn(d, report)
+    for rule in RULES:
+        if rule(d, seen):
+            break
+    return d.step()
+
+
+def place(job: Job, attempt: Attempt | None, placement: Placement, now: float, roots: Roots) -> JobStep:
+    """A new attempt of a waiting job on the nodes that were found for it."""
+    d = Decision(job, attempt, now)
+    resources = job.spec.resources
+    new = Attempt(
+        job_id=job.id,
+        number=job.attempt + 1,
+        state=AttemptState.PLANNED,
+        nodes=placement.nodes,
+        cpus_per_node=resources.cpus_per_node,
+        gpus_per_node=resources.gpus_per_node,
+        memory_gb=resources.memory_gb,
+        created_at=now,
+        first_generation=job.generation + 1,
+        generation=job.generation,
+        prior_best_step=job.best_step,
+    )
+    d.new_attempt(new)
+    names = ", ".join(node.node_id[:8] for node in placement.nodes)
+    d.job_is(JobState.STARTING, Reason.PLACED, f"attempt {new.number} is being started on {names}", attempt=new.number)
+    d.do(CreateGroup(group_spec(d.job, new, roots)))
+    return d.step()
+
+
+def wait(job: Job, attempt: Attempt | None, waiting: Waiting, now: float) -> JobStep:
+    """A job that stays in the queue, with the reason why."""
+    d = Decision(job, attempt, now)
+    d.job_is(JobState.PENDING, waiting.reason, waiting.message)
+    if (limit := _run_limit(job)) is not None:
+        d.look_again(limit)
+    return d.step()
+
+
+def _without_group(d: Decision) -> None:
+    limit = _run_limit(d.job)
+    if d.job.state.final:
+        return
+    if d.job.desired is Desired.CANCEL:
+        d.job_is(JobState.CANCELLED, Reason.CANCELLED, "cancelled while it waited; nothing of it runs", ended_at=d.now)
+    elif limit is not None and d.now >= limit:
+        d.job_is(JobState.FAILED, Reason.RUN_TIMEOUT, _run_timeout_text(d.job), ended_at=d.now)
+
+
+def _reachability(d: Decision, presence: Presence) -> None:
+    """Tells of a group that cannot be seen; nothing else follows from that."""
+    if presence is not Presence.ABSENT and d.attempt.absent_since is not None:
+        d.learn_attempt(absent_since=None)
+    if presence is Presence.PRESENT:
+        if d.job.reason == Reason.UNREACHABLE:
+            d.tell("Reachable", "the group answers again")
+        d.learn(unreachable_since=None)
+    if presence in (Presence.PRESENT, Presence.ABSENT) or d.attempt.state is AttemptState.PLANNED:
+        return
+    since = d.job.unreachable_since if d.job.unreachable_since is not None else d.now
+    d.learn(unreachable_since=since)
+    if d.now - since < UNREACHABLE_S:
+        d.look_again(since + UNREACHABLE_S)
+    else:
+        text = f"unreachable, last seen {datetime.fromtimestamp(since, UTC):%Y-%m-%dT%H:%M:%SZ}; it is left alone"
+        d.job_is(d.job.state, Reason.UNREACHABLE, text)
+
+
+# Rules for a live attempt, first match wins. Each returns True when it has decided.
+
+
+def _ended(d: Decision, seen: Seen) -> bool:
+    report = seen.report
+    if report is None or report.outcome is None:
+        return False
+    ended_at = report.ended_at or d.now
+    asked = d.job.state is JobState.CANCELLING or d.job.desired is Desired.CANCEL or d.attempt.reason == Reason.RUN_TIMEOUT
+    if report.outcome is Outcome.LOST or (report.outcome is Outcome.STOPPED and not asked):
+        open_incidents = [incident for incident in report.incidents if incident.recovered_at is None]
+        lose(d, report.reason, report.message, ended_at, open_incidents[-1] if open_incidents else None)
+    else:
+        reason = Reason.RUN_TIMEOUT if d.attempt.reason == Reason.RUN_TIMEOUT and report.outcome is not Outcome.SUCCEEDED else report.reason
+        _remove(d, outcome=report.outcome, reason=str(reason), message=report.message, ended_at=ended_at)
+    return True
+
+
+def _cancel(d: Decision, seen: Seen) -> bool:
+    if d.job.desired is not Desired.CANCEL:
+        return False
+    d.job_is(JobState.CANCELLING, Reason.CANCEL_REQUESTED, "cancel was requested; its ranks are being ended")
+    if d.attempt.state is AttemptState.PLANNED and seen.presence is Presence.ABSENT:
+        _remove(d)
+    else:
+        grace = d.job.grace_s if d.job.grace_s is not None else d.job.spec.timeouts.grace_s
+        _end(d, seen, grace)
+    return True
+
+
+def _run_timeout(d: Decision, seen: Seen) -> bool:
+    limit = _run_limit(d.job)
+    if limit is None:
+        return False
+    if d.now < limit:
+        d.look_again(limit)
+        return False
+    if d.attempt.reason != Reason.RUN_TIMEOUT:
+        d.tell(Reason.RUN_TIMEOUT, _run_timeout_text(d.job))
+        d.learn_attempt(reason=str(Reason.RUN_TIMEOUT), message=_run_timeout_text(d.job))
+    _end(d, seen, d.job.spec.timeouts.grace_s)
+    return True
+
+
+def _gone(d: Decision, seen: Seen) -> bool:
+    if seen.presence is not Presence.ABSENT or d.attempt.state is not AttemptState.ACTIVE:
+        return False
+    if _confirmed_absent(d):
+        lose(d, Reason.GROUP_LOST, "Ray no longer knows the group: its coordinator and placement group are gone", d.now, None)
+    return True
+
+
+def _never_started(d: Decision, seen: Seen) -> bool:
+    getting_ready = d.attempt.state is AttemptState.PLANNED or (
+        seen.report is not None and seen.report.phase in (GroupPhase.PLACING, GroupPhase.WARMING) and d.attempt.started_at is None
+    )
+    if not getting_ready or seen.presence is Presence.UNKNOWN:
+        return False
+    start_s = d.job.spec.timeouts.start_s
+    deadline = d.attempt.created_at + start_s + START_MARGIN_S
+    if d.now < deadline:
+        d.look_again(deadline)
+        return False
+    told = f": {seen.report.message}" if seen.report is not None else ""
+    lose(d, Reason.START_TIMEOUT, f"the group was not ready within {start_s:g} s{told}", d.now, None)
+    return True
+
+
+def _make(d: Decision, seen: Seen) -> bool:
+    if d.attempt.state is not AttemptState.PLANNED or seen.presence not in (Presence.ABSENT, Presence.SILENT):
+        return False
+    d.do(CreateGroup(group_spec(d.job, d.attempt, seen.roots)))
+    return True
+
+
+def _follow(d: Decision, seen: Seen) -> bool:
+    if seen.report is None:
+        return False
+    shown = STATE_OF_PHASE[seen.report.phase]
+    if shown is not None:
+        state, reason = shown
+        if state is JobState.STARTING and d.job.state in (JobState.RUNNING, JobState.RECOVERING):
+            state, reason = JobState.RECOVERING, Reason.RECOVERING  # a new coordinator collects its agents again
+        d.job_is(state, reason, seen.report.message)
+    return True
+
+
+RULES: tuple[Callable[[Decision, Seen], bool], ...] = (_ended, _cancel, _run_timeout, _gone, _never_started, _make, _follow)
+
+
+def _end(d: Decision, seen: Seen, grace_s: float) -> None:
+    """Asks the group to end, again on every look, until its outcome is known or its time is over."""
+    if d.attempt.state is not AttemptState.ENDING:
+        d.attempt_is(AttemptState.ENDING, ending_since=d.now)
+    assert d.attempt.ending_since is not None
+    deadline = d.attempt.ending_since + grace_s + END_MARGIN_S
+    if d.now >= deadline or (seen.presence is Presence.ABSENT and _confirmed_absent(d)):
+        _remove(d)
+        return
+    d.do(EndGroup(d.job.id, d.attempt.number, grace_s))
+    d.look_again(deadline)
+
+
+def _confirmed_absent(d: Decision) -> bool:
+    since = d.attempt.absent_since
+    if since is None:
+        since = d.now
+        d.learn_attempt(absent_since=since)
+    if d.now - since < ABSENT_S:
+        d.look_again(since + ABSENT_S)
+        return False
+    return True
+
+
+def _remove(d: Decision, outcome: Outcome | None = None, **facts: object) -> None:
+    d.attempt_is(AttemptState.REMOVING, outcome=outcome, **{"ended_at": d.now, **facts})
+    d.do(RemoveGroup(d.job.id, d.attempt.number))
+
+
+def _removing(d: Decision, view: GroupView, removed: bool) -> None:
+    unsettled = d.attempt.outcome not in (Outcome.SUCCEEDED, Outcome.FAILED)
+    if d.job.desired is Desired.CANCEL and unsettled and not d.job.state.final:
+        d.job_is(JobState.CANCELLING, Reason.CANCEL_REQUESTED, "cancel was requested; its resources are being removed")
+    if not (removed and view.presence is Presence.ABSENT):
+        d.do(RemoveGroup(d.job.id, d.attempt.number))
+        return
+    d.attempt_is(AttemptState.ENDED)
+    if not d.job.state.final:
+        _settle(d)
+
+
+def _settle(d: Decision) -> None:
+    """The job's next state, now that nothing is left of its attempt."""
+    job, attempt = d.job, d.attempt
+    if attempt.outcome is Outcome.SUCCEEDED:
+        d.job_is(JobState.SUCCEEDED, Reason.COMPLETED, attempt.message, ended_at=attempt.ended_at)
+    elif job.state is JobState.CANCELLING:
+        d.job_is(JobState.CANCELLED, Reason.CANCELLED, "cancelled; nothing of it runs", ended_at=d.now)
+    elif attempt.outcome is Outcome.FAILED or attempt.reason == Reason.RUN_TIMEOUT:
+        d.job_is(JobState.FAILED, attempt.reason, attempt.message, ended_at=attempt.ended_at)
+    elif (verdict := give_up(job, attempt, d.now)) is not None:
+        d.job_is(JobState.FAILED, *verdict, ended_at=attempt.ended_at)
+    else:
+        d.job_is(JobState.PENDING, Reason.GROUP_LOST, f"waits for another placement; attempt {attempt.number}: {attempt.message}")
+    d.learn(unreachable_since=None)
+
+
+def _run_limit(job: Job) -> float | None:
+    hours = job.spec.timeouts.run_hours
+    return None if hours is None or job.started_at is None else job.started_at + hours * HOUR
+
+
+def _run_timeout_text(job: Job) -> str:
+    return f"ran longer than timeouts.run_hours = {job.spec.timeouts.run_hours:g}"
+
+
+def waiting_since(job: Job, attempt: Attempt | None) -> float:
+    """Since when a PENDING job waits for room (Unix seconds)."""
+    return job.created_at if attempt is None or attempt.ended_at is None else max(job.created_at, attempt.ended_at)

@@ -1,0 +1,159 @@
+"""Gang placement: which waiting jobs start now, on which nodes, and why the others wait. PURE.
+
+Invariants: a job is placed on all its nodes or on none, each node at most once; what is given away never exceeds what a node has; the
+order is (-priority, age, id); a smaller job may pass one that does not fit (backfill), but once that one has waited for
+``BACKFILL_S`` the nodes that it could use are kept for it, so it cannot be starved by jobs behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from orchestrator.core.model import Attempt, GroupView, Job, Node, NodeState, Presence
+from orchestrator.core.spec import Resources
+from orchestrator.core.states import AttemptState, Reason
+from workers.messages import NodePlace
+
+BACKFILL_S = 300.0
+_ROUNDING = 1e-6  # sums of fractions of a core
+
+
+@dataclass(frozen=True)
+class Room:
+    """Cores, GPUs and memory in GB (10^9 bytes) of one node or one bundle."""
+
+    cpus: float
+    gpus: float
+    memory_gb: float
+
+    def holds(self, need: Room) -> bool:
+        return all(have + _ROUNDING >= want for have, want in zip(self._parts(), need._parts(), strict=True))
+
+    def without(self, need: Room) -> Room:
+        return Room(self.cpus - need.cpus, self.gpus - need.gpus, self.memory_gb - need.memory_gb)
+
+    def at_most(self, other: Room) -> Room:
+        return Room(*(max(0.0, min(pair)) for pair in zip(self._parts(), other._parts(), strict=True)))
+
+    def tightness(self) -> tuple[float, float, float]:
+        """Sorts what is scarcest first: GPUs, then cores, then memory."""
+        return (self.gpus, self.cpus, self.memory_gb)
+
+    def _parts(self) -> tuple[float, float, float]:
+        return (self.cpus, self.gpus, self.memory_gb)
+
+    def __str__(self) -> str:
+        return f"({self.cpus:g} CPU, {self.gpus:g} GPU, {self.memory_gb:.4g} GB)"
+
+
+@dataclass(frozen=True)
+class NodeRoom:
+    """A node that takes jobs: all that it has, and what is free of it."""
+
+    id: str
+    total: Room
+    free: Room
+
+
+@dataclass(frozen=True)
+class Placement:
+    nodes: tuple[NodePlace, ...]
+
+
+@dataclass(frozen=True)
+class Waiting:
+    reason: Reason
+    message: str
+
+
+def order(job: Job) -> tuple[int, float, str]:
+    """Sort key of the queue: high priority first, then the oldest."""
+    return (-job.spec.priority, job.created_at, job.id)
+
+
+def bundle(resources: Resources) -> Room:
+    """What one node of the job must hold."""
+    return Room(resources.cpus_per_node, resources.gpus_per_node, resources.memory_gb)
+
+
+def rooms(nodes: Iterable[Node], attempts: Iterable[Attempt], groups: Mapping[tuple[str, int], GroupView]) -> list[NodeRoom]:
+    """Free room of each ready node: what no attempt has reserved and Ray has not given away.
+
+    Ray does not yet know of groups that are still being made, so their share is taken from Ray's figure too.
+    """
+    reserved: dict[str, list[tuple[Room, bool]]] = {}
+    for attempt in attempts:
+        if attempt.state is AttemptState.ENDED:
+            continue
+        view = groups.get((attempt.job_id, attempt.number))
+        in_ray = view is not None and view.presence is Presence.PRESENT
+        share = Room(attempt.cpus_per_node, attempt.gpus_per_node, attempt.memory_gb)
+        for place in attempt.nodes:
+            reserved.setdefault(place.node_id, []).append((share, in_ray))
+    found = []
+    for node in sorted(nodes, key=lambda n: n.id):
+        if node.state is not NodeState.READY:
+            continue
+        total = Room(node.cpus, node.gpus, node.memory_gb)
+        ours, rays = total, Room(node.free_cpus, node.free_gpus, node.free_memory_gb)
+        for share, in_ray in reserved.get(node.id, ()):
+            ours = ours.without(share)
+            rays = rays if in_ray else rays.without(share)
+        found.append(NodeRoom(node.id, total, ours.at_most(rays)))
+    return found
+
+
+def schedule(
+    waiting: Sequence[Job], since: Mapping[str, float], nodes: Sequence[NodeRoom] | None, now: float
+) -> dict[str, Placement | Waiting]:
+    """An answer for each waiting job. ``since`` tells since when each waits (Unix seconds); ``nodes`` is None while Ray does not answer."""
+    answers: dict[str, Placement | Waiting] = {}
+    free = {node.id: node for node in nodes or ()}
+    kept: list[Room] = []  # bundles of jobs that have waited too long to be passed
+    for position, job in enumerate(sorted(waiting, key=order), 1):
+        if nodes is None:
+            answers[job.id] = Waiting(Reason.UNREACHABLE, f"the cluster does not answer; position {position}")
+            continue
+        need, count = bundle(job.spec.resources), job.spec.resources.nodes
+        usable = [node for node in free.values() if not any(node.total.holds(room) for room in kept)]
+        chosen = _choose(need, count, usable)
+        if chosen is not None:
+            answers[job.id] = Placement(tuple(NodePlace(index, node.id) for index, node in enumerate(chosen)))
+            for node in chosen:
+                free[node.id] = replace(node, free=node.free.without(need))
+            continue
+        answers[job.id] = _why(need, count, list(free.values()), position, passed_over=len(usable) < len(free))
+        can_ever = sum(node.total.holds(need) for node in free.values()) >= count
+        if can_ever and now - since[job.id] >= BACKFILL_S:
+            kept.append(need)
+    return answers
+
+
+def _choose(need: Room, count: int, nodes: Iterable[NodeRoom]) -> list[NodeRoom] | None:
+    """The ``count`` nodes that are left fullest (best fit), ties by id; None where fewer have room."""
+    fitting = [node for node in nodes if node.free.holds(need)]
+    if len(fitting) < count:
+        return None
+    return sorted(fitting, key=lambda node: (node.free.without(need).tightness(), node.id))[:count]
+
+
+def _why(need: Room, count: int, nodes: Sequence[NodeRoom], position: int, *, passed_over: bool) -> Waiting:
+    text = f"needs {count} node{'s' if count > 1 else ''} x {need}"
+    if not nodes:
+        return Waiting(Reason.WAITING_FOR_NODES, f"{text}; no node is ready; position {position}")
+    able = sum(node.total.holds(need) for node in nodes)
+    if able < count:
+        largest = max((node.total for node in nodes), key=Room.tightness)
+        return Waiting(
+            Reason.WAITING_FOR_NODES,
+            f"{text}; even when idle only {able} of {len(nodes)} ready nodes are large enough, the largest is {largest}; position {position}",
+        )
+    fitting = [node for node in nodes if node.free.holds(need)]
+    if passed_over and len(fitting) >= count:
+        return Waiting(Reason.WAITING_FOR_ROOM, f"{text}; free nodes are kept for a job that waits longer; position {position}")
+    largest = max((node.free for node in nodes), key=Room.tightness)
+    return Waiting(
+        Reason.WAITING_FOR_ROOM,
+        f"{text}; {len(fitting)} of {len(nodes)} ready nodes have that free, largest free {largest}; position {position}",
+    )
