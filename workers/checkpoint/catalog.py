@@ -1,0 +1,146 @@
+"""The checkpoints of a job in storage: list, verify, bring to a node, remove.
+
+Invariants: damage of any kind becomes a sentence, never an exception of its own class; only verified bytes reach a node under the final
+name; a removed checkpoint loses its manifest first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from workers.checkpoint.format import FOLDER, MANIFEST, FileEntry, Manifest, age_key, parse_manifest, parse_name, rank_file
+from workers.checkpoint.storage import LocalFolder, RemoteFolder, open_folder
+from workers.checkpoint.tree import StateError
+
+
+@dataclass(frozen=True)
+class CheckpointRef:
+    """A checkpoint folder. ``problem`` is set where its manifest already tells that it cannot be used; ``world_size`` is 0 then."""
+
+    url: str
+    step: int
+    attempt: int
+    generation: int
+    world_size: int
+    problem: str | None
+
+
+def catalog(storage_url: str) -> list[CheckpointRef]:
+    """Newest first (see checkpoint.format); only manifests are read. Raises OSError when storage itself cannot be read."""
+    root = open_folder(storage_url).child(FOLDER)
+    refs = []
+    for name in root.folders():
+        parsed = parse_name(name)
+        if parsed is None:
+            continue
+        folder = root.child(name)
+        try:
+            manifest = _manifest(folder)
+            if (manifest.step, manifest.attempt, manifest.generation) != parsed:
+                raise StateError(f"its manifest is that of step {manifest.step}, attempt {manifest.attempt}; the folder was renamed")
+            refs.append(CheckpointRef(folder.url, *parsed, manifest.world_size, None))
+        except StateError as error:
+            refs.append(CheckpointRef(folder.url, *parsed, 0, str(error)))
+    return sorted(refs, key=lambda r: age_key(r.step, r.attempt, r.generation), reverse=True)
+
+
+def verify(url: str) -> str | None:
+    """Read every byte; None when all hold, else the problem as a sentence."""
+    with _Problem() as problem:
+        folder = open_folder(url)
+        for file in _manifest(folder).files:
+            for _ in _checked(folder, file):
+                pass
+    return problem.text
+
+
+def stage(url: str, shm: Path, name: str, ranks: Sequence[int], world_size: int) -> str | None:
+    """Copy what ``ranks`` need to ``shm/name``, verified on the way. None when it is there, else the problem as a sentence."""
+    target, fresh = shm / name, shm / f".{name}.{os.getpid()}"
+    with _Problem() as problem:
+        folder = open_folder(url)
+        manifest = _manifest(folder)
+        if manifest.world_size != world_size:
+            raise StateError(
+                f"it was written by {manifest.world_size} ranks and this group has {world_size}; run it with {manifest.world_size} ranks"
+            )
+        wanted = set(manifest.where.values()) | {rank_file(rank) for rank in ranks}
+        files = [file for file in manifest.files if file.name in wanted]
+        needed, free = sum(file.bytes for file in files), shutil.disk_usage(shm).free
+        if needed > free:
+            raise StateError(f"it needs {needed} bytes in {shm} and {free} are free; enlarge shared memory or use more nodes")
+        fresh.mkdir()
+        for file in files:
+            with open(fresh / file.name, "wb") as out:
+                for chunk in _checked(folder, file):
+                    out.write(chunk)
+        (fresh / MANIFEST).write_bytes(b"".join(folder.read(MANIFEST)))
+        shutil.rmtree(target, ignore_errors=True)
+        fresh.rename(target)
+    if problem.text:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return problem.text
+
+
+def unstage(shm: Path, name: str) -> None:
+    """Give the memory of a staged checkpoint back."""
+    shutil.rmtree(shm / name, ignore_errors=True)
+
+
+def sweep(storage_url: str, attempt: int) -> list[str]:
+    """Remove what earlier attempts left without a manifest; returns the URLs."""
+    root = open_folder(storage_url).child(FOLDER)
+    removed = []
+    for name in root.folders():
+        parsed = parse_name(name)
+        if parsed and parsed[1] < attempt and root.child(name).size(MANIFEST) is None:
+            root.child(name).remove_all()
+            removed.append(root.child(name).url)
+    return removed
+
+
+def remove(url: str) -> None:
+    """Delete a checkpoint: the manifest first, so that half of it is never taken for a whole. Raises OSError."""
+    folder = open_folder(url)
+    folder.remove(MANIFEST)
+    folder.remove_all()
+
+
+def _manifest(folder: LocalFolder | RemoteFolder) -> Manifest:
+    if folder.size(MANIFEST) is None:
+        raise StateError("it has no manifest, so it was never committed")
+    return parse_manifest(b"".join(folder.read(MANIFEST)))
+
+
+def _checked(folder: LocalFolder | RemoteFolder, file: FileEntry) -> Iterator[bytes]:
+    """The chunks of ``file``; raises StateError at its end where size or checksum differ."""
+    found = folder.size(file.name)
+    if found != file.bytes:
+        fault = "is missing" if found is None else f"has {found} bytes instead of {file.bytes}; it was truncated"
+        raise StateError(f"{file.name} {fault}")
+    digest, size = xxhash.xxh3_64(), 0
+    for chunk in folder.read(file.name):
+        digest.update(chunk)
+        size += len(chunk)
+        yield chunk
+    if size != file.bytes or digest.hexdigest() != file.xxh3:
+        raise StateError(f"{file.name} does not match its checksum, its bytes were changed")
+
+
+class _Problem(contextlib.AbstractContextManager["_Problem"]):
+    """Turns whatever is raised inside into a sentence."""
+
+    text: str | None = None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if error is None or not isinstance(error, Exception):
+            return False
+        self.text = str(error) if isinstance(error, StateError) else f"it cannot be read: {type(error).__name__}: {error}"
+        return True

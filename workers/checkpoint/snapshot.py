@@ -1,0 +1,233 @@
+"""The rank's side of a snapshot: the newest training state, copied into shared memory that outlives the process.
+
+Invariants: the newest complete slot and a pinned one are never written to; a slot becomes COMPLETE after its last byte; arrays that all
+ranks share are split over the ranks of the node, so a node's slots of one step hold one replica together. The stall is one memory copy
+and one checksum; pages are reserved before they are used, so a full /dev/shm is an OSError and never a SIGBUS.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from workers.checkpoint.layout import Layout, lay_out, partition, spec_json
+from workers.checkpoint.slots import (
+    AT_STATE,
+    COMPLETE,
+    HEADER,
+    NOTHING,
+    SLOTS,
+    WRITING,
+    Header,
+    discard_newer,
+    parse_header,
+    read_header,
+    slot_path,
+)
+from workers.checkpoint.tree import LeafSpec, flatten, numpy_type, spec_of
+
+FORMAT = 1
+_SPARE = 64 * 1024  # room for a description that grows, bytes
+_WORD = struct.Struct("<I")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class Written:
+    """``seconds``: how long the rank stood still. ``cold``: memory had to be reserved, so this one says nothing about the next."""
+
+    step: int
+    pinned: bool
+    seconds: float
+    cold: bool
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What lies where, valid while the arrays keep their paths, types and shapes."""
+
+    signature: list[Any]
+    picks: tuple[int, ...]  # indices into shared + own arrays that this rank writes
+    specs: tuple[LeafSpec, ...]  # of the picks
+    layout: Layout
+    tables: str  # JSON of the leaf tables of both trees
+
+
+class _Slot:
+    """One mapped slot file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.memory: mmap.mmap | None = None
+        self.capacity = 0
+        self.header = read_header(path) or NOTHING
+        self._plan: _Plan | None = None
+        self._copy: Callable[[Sequence[Any]], None] = lambda arrays: None
+
+    @property
+    def exists(self) -> bool:
+        return self.header is not NOTHING
+
+    def refresh(self) -> None:
+        """See what an agent did to the header."""
+        if self.memory is not None:
+            self.header = parse_header(self.memory[:HEADER]) or NOTHING
+        else:
+            self.header = read_header(self.path) or NOTHING
+
+    def reserve(self, size: int, plan: _Plan) -> bool:
+        """Map at least ``size`` bytes laid out as ``plan``; True when memory had to be found for it. Raises OSError when there is none."""
+        cold = False
+        if self.memory is None or self.capacity < size:
+            cold = self._map(size)
+        if self._plan is not plan:
+            assert self.memory is not None
+            self._copy = copier(self.memory, plan.specs, [HEADER + at for at in plan.layout.offsets])
+            self.memory[HEADER : HEADER + len(plan.layout.prefix)] = plan.layout.prefix
+            self._plan = plan
+        return cold
+
+    def _map(self, size: int) -> bool:
+        self._plan, self.memory, self._copy = None, None, lambda arrays: None  # lets go of the old mapping
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            before = os.fstat(fd).st_size
+            self.capacity = max(before, -(-(size + _SPARE) // mmap.PAGESIZE) * mmap.PAGESIZE)
+            if self.capacity > before:
+                os.posix_fallocate(fd, 0, self.capacity)
+            self.memory = mmap.mmap(fd, self.capacity)
+        finally:
+            os.close(fd)
+        return self.capacity > before
+
+    def fill(self, header: Header, arrays: Sequence[Any], meta: bytes) -> None:
+        memory = self.memory
+        assert memory is not None
+        _put_header(memory, replace(header, state=WRITING, pinned=False))
+        self._copy(arrays)
+        end = HEADER + header.body
+        memory[end : end + len(meta)] = meta
+        with memoryview(memory) as view, view[HEADER : end + len(meta)] as content:
+            checksum = xxhash.xxh3_64_intdigest(content)
+        done = replace(header, meta=len(meta), xxh3=checksum)
+        _put_header(memory, replace(done, state=WRITING))
+        _WORD.pack_into(memory, AT_STATE, COMPLETE)
+        self.header = replace(done, state=COMPLETE)
+
+
+class SnapshotWriter:
+    """Writes the snapshots of one rank. ``restored`` is the step that this generation starts from: newer ones are void."""
+
+    def __init__(self, shm: Path, place: Place, restored: int) -> None:
+        discard_newer(shm, [place.rank], restored)
+        self._place = place
+        self._slots = [_Slot(slot_path(shm, place.rank, i)) for i in range(SLOTS)]
+        self._sequence = max(slot.header.sequence for slot in self._slots)
+        self._plan: _Plan | None = None
+        self.newest = max((s.header.step for s in self._slots if s.header.complete), default=0)
+
+    def write(self, step: int, shared: Any, own: Any, pin: bool) -> Written:
+        """Copy the state of ``step``: ``shared`` is equal on all ranks, ``own`` is this rank's. ``pin`` keeps the slot until an agent
+        unpins it; it is dropped while an older pinned slot is there. Raises StateError for a leaf that cannot be saved, OSError when
+        shared memory is full."""
+        begun = time.perf_counter()
+        shared_skeleton, shared_leaves = flatten(shared, "shared")
+        own_skeleton, own_leaves = flatten(own, "own")
+        leaves = shared_leaves + own_leaves
+        plan = self._plan_for(leaves, len(shared_leaves))
+        meta = self._meta(step, plan, shared_skeleton, own_skeleton)
+        slot, pinned = self._choose()
+        cold = slot.reserve(HEADER + plan.layout.size + len(meta), plan)
+        self._sequence += 1
+        pin = pin and not pinned
+        header = Header(COMPLETE, pin, step, self._place.generation, self._sequence, plan.layout.size, len(meta), 0)
+        slot.fill(header, [leaves[i][1] for i in plan.picks], meta)
+        self.newest = step
+        return Written(step, pin, time.perf_counter() - begun, cold)
+
+    def _choose(self) -> tuple[_Slot, bool]:
+        """(the slot to overwrite, is one pinned): the oldest that is neither pinned nor the newest complete one."""
+        for slot in self._slots:
+            slot.refresh()
+        complete = [s for s in self._slots if s.header.complete]
+        newest = max(complete, key=lambda s: s.header.sequence, default=None)
+        pinned = [s for s in complete if s.header.pinned]
+        free = [s for s in self._slots if s is not newest and s not in pinned]
+        # A slot that exists has warm pages; the third is made only while one is pinned.
+        usable = [s for s in free if s.exists]
+        if not usable:
+            return free[0], bool(pinned)
+        return min(usable, key=lambda s: (s.header.complete, s.header.sequence)), bool(pinned)
+
+    def _plan_for(self, leaves: Sequence[tuple[str, Any]], shared: int) -> _Plan:
+        signature = [(path, leaf.dtype, leaf.shape, type(leaf)) for path, leaf in leaves]
+        if self._plan is None or self._plan.signature != signature:
+            specs = [spec_of(path, leaf) for path, leaf in leaves]
+            owner = partition({s.path: s.size for s in specs[:shared]}, self._place.local_world_size)
+            picks = tuple(i for i, s in enumerate(specs) if i >= shared or owner[s.path] == self._place.local_rank)
+            chosen = tuple(specs[i] for i in picks)
+            tables = f'"shared_leaves":{json.dumps(spec_json(specs[:shared]))},"own_leaves":{json.dumps(spec_json(specs[shared:]))}'
+            self._plan = _Plan(signature, picks, chosen, lay_out(chosen), tables)
+        return self._plan
+
+    def _meta(self, step: int, plan: _Plan, shared: Any, own: Any) -> bytes:
+        place = self._place
+        head = f'"format":{FORMAT},"step":{step},"rank":{place.rank},"world_size":{place.world_size}'
+        return f'{{{head},"shared":{json.dumps(shared)},"own":{json.dumps(own)},{plan.tables}}}'.encode()
+
+
+def copier(memory: mmap.mmap, specs: Sequence[LeafSpec], offsets: Sequence[int]) -> Callable[[Sequence[Any]], None]:
+    """A function that copies arrays, given in the order of ``specs``, to ``offsets`` of ``memory``."""
+    torch_at = [i for i, s in enumerate(specs) if s.kind == "torch" and s.size]
+    numpy_at = [i for i, s in enumerate(specs) if s.kind != "torch" and s.size]
+    tensors = [_torch_view(memory, specs[i], offsets[i]) for i in torch_at]
+    views = [_numpy_view(memory, specs[i], offsets[i]) for i in numpy_at]
+
+    def copy(arrays: Sequence[Any]) -> None:
+        for i, view in zip(numpy_at, views, strict=True):
+            view[...] = arrays[i]
+        if tensors:
+            import torch
+
+            with torch.no_grad():
+                torch._foreach_copy_(tensors, [arrays[i].detach() for i in torch_at])
+
+    return copy
+
+
+def _torch_view(memory: mmap.mmap, spec: LeafSpec, offset: int) -> Any:
+    import torch
+
+    dtype = getattr(torch, spec.dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=spec.size // dtype.itemsize, offset=offset).view(spec.shape)
+
+
+def _numpy_view(memory: mmap.mmap, spec: LeafSpec, offset: int) -> Any:
+    import numpy as np
+
+    dtype = numpy_type(spec.dtype)
+    return np.frombuffer(memory, dtype=dtype, count=spec.size // dtype.itemsize, offset=offset).reshape(spec.shape)
+
+
+def _put_header(memory: mmap.mmap, header: Header) -> None:
+    packed = header.pack()
+    memory[: len(packed)] = packed

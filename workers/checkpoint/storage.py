@@ -1,0 +1,169 @@
+"""Files of a job in durable storage: a local or network folder by plain system calls, anything else through fsspec.
+
+Invariants: a written file is on the medium before its name counts (fsync of file and folder); an interrupted write leaves no file under
+its final name; an OSError that means a full disk says how much is free and needed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.parse import unquote, urlsplit
+
+import xxhash
+
+from workers.checkpoint.tree import StateError
+
+CHUNK = 8 << 20  # bytes per read
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def open_folder(url: str) -> LocalFolder | RemoteFolder:
+    """The folder at ``url``, a path or an fsspec URL."""
+    if "://" not in url:
+        return LocalFolder(Path(url))
+    if url.startswith(("file://", "local://")):
+        return LocalFolder(Path(unquote(urlsplit(url).path)))
+    import fsspec
+
+    filesystem, path = fsspec.url_to_fs(url)
+    return RemoteFolder(filesystem, path, url.rstrip("/"))
+
+
+class LocalFolder:
+    """A folder on a file system of this machine."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.url = str(path)
+
+    def child(self, name: str) -> LocalFolder:
+        return LocalFolder(self._path / name)
+
+    def folders(self) -> list[str]:
+        """Names of the folders in it; empty when it does not exist."""
+        try:
+            return sorted(entry.name for entry in os.scandir(self._path) if entry.is_dir(follow_symlinks=False))
+        except FileNotFoundError:
+            return []
+
+    def size(self, name: str) -> int | None:
+        try:
+            return (self._path / name).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
+        """(bytes, xxh3 in hex). Raises StateError when the disk is full, OSError otherwise; the old file, if any, is then untouched."""
+        made = not self._path.exists()
+        self._path.mkdir(parents=True, exist_ok=True)
+        fresh = self._path / f".{name}.{os.getpid()}.part"
+        digest, size = xxhash.xxh3_64(), 0
+        try:
+            with open(fresh, "wb", buffering=0) as file:
+                for chunk in chunks:
+                    _write_all(file, chunk)
+                    digest.update(chunk)
+                    size += len(chunk)
+                os.fsync(file.fileno())
+            os.replace(fresh, self._path / name)
+        except OSError as error:
+            fresh.unlink(missing_ok=True)
+            if error.errno in _FULL:
+                free = shutil.disk_usage(self._path).free
+                raise StateError(
+                    f"storage is full: {self._path / name} needs more than {size} bytes, {free} are free; free space or lower keep_last"
+                ) from error
+            raise
+        except BaseException:
+            fresh.unlink(missing_ok=True)
+            raise
+        _sync_folder(self._path)
+        if made:
+            _sync_folder(self._path.parent)
+        return size, digest.hexdigest()
+
+    def read(self, name: str) -> Iterator[bytes]:
+        """The file in chunks. Raises OSError."""
+        with open(self._path / name, "rb", buffering=0) as file:
+            while chunk := file.read(CHUNK):
+                yield chunk
+
+    def remove(self, name: str) -> None:
+        (self._path / name).unlink(missing_ok=True)
+        if self._path.is_dir():
+            _sync_folder(self._path)
+
+    def remove_all(self) -> None:
+        """The folder with all in it; a name that something else removed meanwhile is fine."""
+        shutil.rmtree(self._path, ignore_errors=True)
+
+
+class RemoteFolder:
+    """A prefix of an object store or another fsspec file system. A put is atomic there, so no temporary name is used."""
+
+    def __init__(self, filesystem: Any, path: str, url: str) -> None:
+        self._fs = filesystem
+        self._path = path.rstrip("/")
+        self.url = url
+
+    def child(self, name: str) -> RemoteFolder:
+        return RemoteFolder(self._fs, f"{self._path}/{name}", f"{self.url}/{name}")
+
+    def folders(self) -> list[str]:
+        self._fs.invalidate_cache()
+        try:
+            entries = self._fs.ls(self._path, detail=True)
+        except FileNotFoundError:
+            return []
+        return sorted(entry["name"].rstrip("/").rsplit("/", 1)[-1] for entry in entries if entry["type"] == "directory")
+
+    def size(self, name: str) -> int | None:
+        self._fs.invalidate_cache()
+        try:
+            return int(self._fs.info(f"{self._path}/{name}")["size"])
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
+        """(bytes, xxh3 in hex). Raises what the file system raises."""
+        digest, size = xxhash.xxh3_64(), 0
+        self._fs.makedirs(self._path, exist_ok=True)
+        with self._fs.open(f"{self._path}/{name}", "wb", block_size=CHUNK) as file:
+            for chunk in chunks:
+                file.write(chunk)
+                digest.update(chunk)
+                size += len(chunk)
+        return size, digest.hexdigest()
+
+    def read(self, name: str) -> Iterator[bytes]:
+        with self._fs.open(f"{self._path}/{name}", "rb", block_size=CHUNK) as file:
+            while chunk := file.read(CHUNK):
+                yield chunk
+
+    def remove(self, name: str) -> None:
+        if self.size(name) is not None:
+            self._fs.rm_file(f"{self._path}/{name}")
+
+    def remove_all(self) -> None:
+        self._fs.invalidate_cache()
+        if self._fs.exists(self._path):
+            self._fs.rm(self._path, recursive=True)
+
+
+def _write_all(file: BinaryIO | Any, chunk: bytes | memoryview) -> None:
+    view = memoryview(chunk)
+    while view:
+        view = view[file.write(view) :]
+
+
+def _sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

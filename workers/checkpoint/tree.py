@@ -1,0 +1,188 @@
+"""Training state as a JSON skeleton and a flat list of arrays, and back, exactly.
+
+A state is a tree of dict, OrderedDict, Counter (str and int keys, order kept), list, tuple, None, bool, int, float, str, NumPy scalars,
+NumPy arrays and dense torch tensors. Invariants: ``unflatten(*flatten(x))`` equals ``x`` in every bit and type; nothing is pickled; equal
+trees on two ranks give equal paths in the same order. A tensor comes back detached, on the CPU and contiguous.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MAX_DEPTH = 64
+
+# Names that the safetensors format gives to element types; any other type is stored as bytes (U8) and named in our own table.
+SAFETENSORS_TYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL", "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+
+
+class StateError(Exception):
+    """State that cannot be saved, read or applied; the message names what and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeafSpec:
+    """One array: ``kind`` is numpy, scalar (a NumPy scalar) or torch; ``dtype`` the element type's own name; ``size`` in bytes."""
+
+    path: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+
+
+def flatten(tree: Any, root: str = "") -> tuple[Any, list[tuple[str, Any]]]:
+    """(skeleton of JSON values, arrays with their paths). Raises StateError naming the path and type of a leaf that is neither."""
+    leaves: list[tuple[str, Any]] = []
+    return _encode(tree, root, leaves, 0), leaves
+
+
+def unflatten(skeleton: Any, leaves: Sequence[Any]) -> Any:
+    """The tree again; ``leaves`` in the order in which ``flatten`` gave them. Raises StateError on a malformed skeleton."""
+    try:
+        return _decode(skeleton, leaves)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise StateError(f"the skeleton of the saved state is malformed: {type(error).__name__}: {error}") from error
+
+
+def spec_of(path: str, leaf: Any) -> LeafSpec:
+    """Describe an array. Raises StateError where its element type or layout cannot be stored."""
+    if is_torch(leaf):
+        _check_torch(path, leaf)
+        return LeafSpec(path, "torch", str(leaf.dtype)[6:], tuple(leaf.shape), leaf.numel() * leaf.element_size())
+    kind = "numpy" if hasattr(leaf, "__setitem__") else "scalar"
+    return LeafSpec(path, kind, _numpy_name(path, leaf.dtype), tuple(leaf.shape), leaf.nbytes)
+
+
+def materialize(spec: LeafSpec, data: memoryview) -> Any:
+    """An array of its own from ``data`` (``spec.size`` bytes, any memory)."""
+    if spec.kind == "torch":
+        import torch
+
+        out = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+        if spec.size:
+            # Through bytes, because the file's offsets need not be aligned to the element.
+            out.reshape(-1).view(torch.uint8).copy_(torch.frombuffer(data, dtype=torch.uint8))
+        return out
+    import numpy as np
+
+    array = np.frombuffer(data, dtype=numpy_type(spec.dtype)).reshape(spec.shape).copy()
+    return array[()] if spec.kind == "scalar" else array
+
+
+def is_torch(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def safetensors_type(spec: LeafSpec) -> str | None:
+    """The format's name for the element type, None where it has none."""
+    name = spec.dtype
+    if spec.kind != "torch":
+        name = name.removeprefix("ml_dtypes.") if name.startswith("ml_dtypes.") else _native_name(name)
+    return SAFETENSORS_TYPES.get(name)
+
+
+def _encode(value: Any, path: str, leaves: list[tuple[str, Any]], depth: int) -> Any:
+    kind = type(value)
+    if value is None or kind is bool or kind is int or kind is str:
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"f": repr(value)}
+    if depth > MAX_DEPTH:
+        raise StateError(f"state at {path[:80]}...: nested deeper than {MAX_DEPTH} levels, or contains itself; save a flatter state")
+    if kind in _MAPPINGS:
+        return {_MAPPINGS[kind]: [[key, _encode(item, _join(path, key), leaves, depth + 1)] for key, item in value.items()]}
+    if kind is list:
+        return [_encode(item, f"{path}/{i}", leaves, depth + 1) for i, item in enumerate(value)]
+    if kind is tuple:
+        return {"t": [_encode(item, f"{path}/{i}", leaves, depth + 1) for i, item in enumerate(value)]}
+    if is_torch(value) or _is_numpy(value):
+        leaves.append((path, value))
+        return {"a": len(leaves) - 1}
+    raise StateError(
+        f"state at {path or '/'}: a {kind.__module__}.{kind.__qualname__} cannot be saved; "
+        "keep arrays, numbers, strings, None, dict, list and tuple there"
+    )
+
+
+_MAPPINGS: dict[type, str] = {dict: "d", OrderedDict: "o", Counter: "c"}
+_BY_TAG = {tag: kind for kind, tag in _MAPPINGS.items()}
+
+
+def _decode(node: Any, leaves: Sequence[Any]) -> Any:
+    if isinstance(node, list):
+        return [_decode(item, leaves) for item in node]
+    if not isinstance(node, dict):
+        return node
+    ((tag, body),) = node.items()
+    if tag == "a":
+        return leaves[body]
+    if tag == "f":
+        return float(body)
+    if tag == "t":
+        return tuple(_decode(item, leaves) for item in body)
+    mapping = _BY_TAG[tag]()
+    for key, item in body:
+        mapping[key] = _decode(item, leaves)
+    return mapping
+
+
+def _join(path: str, key: Any) -> str:
+    if type(key) is str:
+        # Escaped, so that no two places of a tree share a path.
+        return f"{path}/{key.replace('~', '~0').replace('/', '~1')}" if "/" in key or "~" in key or key[:1] == "#" else f"{path}/{key}"
+    if type(key) is int:
+        return f"{path}/#{key}"
+    raise StateError(f"state at {path or '/'}: a key of type {type(key).__qualname__} cannot be saved; use str or int keys")
+
+
+def _is_numpy(value: Any) -> bool:
+    np = sys.modules.get("numpy")
+    return np is not None and (type(value) is np.ndarray or isinstance(value, np.generic))
+
+
+def _check_torch(path: str, tensor: Any) -> None:
+    import torch
+
+    if tensor.layout is not torch.strided or tensor.is_quantized or (tensor.dtype.is_complex and tensor.is_conj()):
+        raise StateError(f"state at {path}: a {tensor.layout} tensor cannot be saved; make it dense and resolved first")
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        raise StateError(
+            f"state at {path}: a {type(tensor).__module__}.{type(tensor).__qualname__} cannot be saved; only plain dense tensors can, "
+            "sharded ones must be gathered first"
+        )
+
+
+def _numpy_name(path: str, dtype: Any) -> str:
+    if dtype.type.__module__ == "ml_dtypes":
+        return f"ml_dtypes.{dtype.name}"
+    if dtype.kind not in "biufc":
+        raise StateError(f"state at {path}: an array of {dtype} cannot be saved; use a numeric or bool type")
+    name: str = dtype.str
+    return name
+
+
+def numpy_type(name: str) -> Any:
+    import numpy as np
+
+    if name.startswith("ml_dtypes."):
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name.removeprefix("ml_dtypes.")))
+    return np.dtype(name)
+
+
+def _native_name(name: str) -> str:
+    import numpy as np
+
+    dtype = np.dtype(name)
+    return str(dtype.name) if dtype.isnative else name

@@ -1,0 +1,103 @@
+"""From pinned snapshots to a checkpoint in storage: each agent writes its node's share, the coordinator commits the manifest.
+
+Invariants: nothing is overwritten in place; the manifest is written last; a checkpoint whose parts disagree is never committed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from workers.checkpoint.format import (
+    FOLDER,
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    Share,
+    Tree,
+    folder_name,
+    manifest_bytes,
+    merge,
+    rank_file,
+    shared_file,
+)
+from workers.checkpoint.layout import lay_out, locate, partition, specs_from_json
+from workers.checkpoint.slots import open_slot
+from workers.checkpoint.storage import LocalFolder, RemoteFolder, open_folder
+from workers.checkpoint.tree import LeafSpec, StateError
+from workers.messages import CheckpointRecord
+
+
+def write_share(
+    shm: Path, storage_url: str, step: int, attempt: int, generation: int, node_index: int, node_count: int, ranks: Sequence[int]
+) -> Share:
+    """Write this node's part of the checkpoint of ``step`` from the slots of its ``ranks``, which must be pinned at that step.
+
+    The shared arrays are split over all nodes by bytes. Raises StateError (no such snapshot, storage full, already committed), OSError.
+    """
+    begun = time.monotonic()
+    folder = open_folder(storage_url).child(FOLDER).child(folder_name(step, attempt, generation))
+    if folder.size(MANIFEST) is not None:
+        raise StateError(f"{folder.url} is committed already; a checkpoint is never overwritten")
+    with ExitStack() as stack:
+        slots = {rank: stack.enter_context(open_slot(shm, rank, step)) for rank in ranks}
+        arrays = {rank: locate(slot.body) for rank, slot in slots.items()}
+        first = slots[ranks[0]].meta
+        for rank, slot in slots.items():
+            if (slot.meta["shared"], slot.meta["shared_leaves"]) != (first["shared"], first["shared_leaves"]):
+                raise StateError(f"step {step}: ranks {ranks[0]} and {rank} differ in a part that must be equal on all ranks")
+        specs = specs_from_json(first["shared_leaves"])
+        owner = partition({s.path: s.size for s in specs}, node_count)
+        mine = [s for s in specs if owner[s.path] == node_index]
+        shared = {path: data for rank in ranks for path, data in arrays[rank].items() if path.startswith("shared")}
+        files = [_write(folder, shared_file(node_index), mine, shared)] if mine else []
+        own = {}
+        for rank, slot in slots.items():
+            own[str(rank)] = Tree(slot.meta["own"], slot.meta["own_leaves"])
+            own_specs = specs_from_json(slot.meta["own_leaves"])
+            if own_specs:
+                files.append(_write(folder, rank_file(rank), own_specs, arrays[rank]))
+    tree = Tree(first["shared"], first["shared_leaves"])
+    where = {s.path: shared_file(node_index) for s in mine}
+    return Share(node_index, list(ranks), files, tree, own, where, time.monotonic() - begun)
+
+
+def commit(
+    storage_url: str,
+    job_id: str,
+    attempt: int,
+    generation: int,
+    step: int,
+    world_size: int,
+    shares: Sequence[Share],
+    started_at: float,
+    now: float,
+) -> CheckpointRecord:
+    """Write the manifest, after which the checkpoint exists. Times are Unix seconds. Raises StateError where the shares do not make a
+    whole, OSError."""
+    folder = open_folder(storage_url).child(FOLDER).child(folder_name(step, attempt, generation))
+    shared, own, where, files = merge(shares, world_size)
+    for file in files:
+        found = folder.size(file.name)
+        if found != file.bytes:
+            raise StateError(f"{folder.url}/{file.name} has {found} bytes, its writer reported {file.bytes}; not committed")
+    nodes = [share.ranks for share in sorted(shares, key=lambda s: s.node_index)]
+    manifest = Manifest(job_id, attempt, generation, step, world_size, nodes, started_at, now, files, shared, own, where)
+    size, _ = folder.write(MANIFEST, [manifest_bytes(manifest)])
+    total = size + sum(file.bytes for file in files)
+    return CheckpointRecord(
+        job_id, attempt, generation, step, folder.url, total, len(files) + 1, world_size, committed_at=now, write_seconds=now - started_at
+    )
+
+
+def _write(folder: LocalFolder | RemoteFolder, name: str, specs: Sequence[LeafSpec], arrays: dict[str, memoryview]) -> FileEntry:
+    missing = [s.path for s in specs if s.path not in arrays]
+    if missing:
+        raise StateError(f"the snapshots of this node lack {len(missing)} arrays, the first is {missing[0]}")
+    layout = lay_out(specs)
+    # In the order in which they lie in the file.
+    ordered = sorted(range(len(specs)), key=lambda i: (layout.offsets[i], specs[i].size))
+    size, xxh3 = folder.write(name, [layout.prefix, *(arrays[specs[i].path] for i in ordered)])
+    return FileEntry(name, size, xxh3)
