@@ -86,6 +86,10 @@ class Store(Protocol):
         """By id, else the newest job with that name, an active one first."""
         ...
 
+    def active(self, name: str) -> list[Job]:
+        """Jobs of that name that are not final, newest first; at most 20."""
+        ...
+
     def jobs(self, state: str | None, labels: dict[str, str], limit: int, after: str | None) -> tuple[list[Job], str | None]:
         """Newest first; ``after`` is an opaque cursor; returns (page, next cursor)."""
         ...

@@ -139,19 +139,19 @@ def _choose(need: Room, count: int, nodes: Iterable[NodeRoom]) -> list[NodeRoom]
 
 
 def _why(need: Room, count: int, nodes: Sequence[NodeRoom], position: int, *, passed_over: bool) -> Waiting:
-    text = f"needs {count} node{'s' if count > 1 else ''} x {need}"
+    text, queue = f"needs {count} node{'s' if count > 1 else ''} x {need}", f"position {position}"
     if not nodes:
-        return Waiting(Reason.WAITING_FOR_NODES, f"{text}; no node is ready; position {position}")
+        return Waiting(Reason.WAITING_FOR_NODES, f"{text}; no node is ready; {queue}")
     able = sum(node.total.holds(need) for node in nodes)
     if able < count:
         largest = max((node.total for node in nodes), key=Room.tightness)
         return Waiting(
             Reason.WAITING_FOR_NODES,
-            f"{text}; even when idle only {able} of {len(nodes)} ready nodes are large enough, the largest is {largest}; position {position}",
+            f"{text}; even when idle only {able} of {len(nodes)} ready nodes are large enough, the largest is {largest}; {queue}",
         )
     fitting = [node for node in nodes if node.free.holds(need)]
     if passed_over and len(fitting) >= count:
-        return Waiting(Reason.WAITING_FOR_ROOM, f"{text}; free nodes are kept for a job that waits longer; position {position}")
+        return Waiting(Reason.WAITING_FOR_ROOM, f"{text}; free nodes are kept for a job that waits longer; {queue}")
     largest = max((node.free for node in nodes), key=Room.tightness)
     return Waiting(
         Reason.WAITING_FOR_ROOM,

@@ -37,7 +37,8 @@ def give_up(job: Job, attempt: Attempt, now: float) -> tuple[Reason, str] | None
     restart = job.spec.restart
     spent = [f for f in job.failures if f.kind in CHARGED and f.at > now - restart.window_hours * HOUR]
     if len(spent) > restart.max_infrastructure:
-        text = f"{len(spent)} infrastructure failures within {restart.window_hours:g} h; restart.max_infrastructure is {restart.max_infrastructure}"
+        allowed = f"restart.max_infrastructure is {restart.max_infrastructure}"
+        text = f"{len(spent)} infrastructure failures within {restart.window_hours:g} h; {allowed}"
         return Reason.BUDGET_SPENT, f"{text}; the last: {attempt.message}"
     if job.stalled >= STALLED_LOSSES and attempt.number > FEWEST_RELAUNCHES:
         text = f"{job.stalled} attempts in a row were lost without a step gained (best step: {job.best_step})"

@@ -138,6 +138,16 @@ class SqlStore:
             found = connection.execute(select(JOBS).where(JOBS.c.id == ref)).first() or connection.execute(by_name).first()
         return None if found is None else value(Job, JOBS, _named(JOBS, found))
 
+    def active(self, name: str) -> list[Job]:
+        """Jobs of that name that are not final, newest first; at most 20."""
+        if clean(name) != name:
+            return []
+        query = select(JOBS).where(JOBS.c.name == name, JOBS.c.state.in_(_OPEN))
+        query = query.order_by(JOBS.c.created_at.desc(), JOBS.c.id.desc()).limit(20)
+        with reading(self._engine) as connection:
+            found = connection.execute(query).all()
+        return [value(Job, JOBS, _named(JOBS, columns)) for columns in found]
+
     def jobs(self, state: str | None, labels: dict[str, str], limit: int, after: str | None) -> tuple[list[Job], str | None]:
         """Newest first. Raises BadCursor."""
         query = select(JOBS)

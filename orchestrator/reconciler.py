@@ -1,0 +1,130 @@
+"""The loop: see -> decide -> save -> do.
+
+Invariants: nothing is done that was not saved before; a step that finds another version is dropped and decided anew; one bad job or
+one failing call stops nobody else; a pass may end anywhere (a crash) and the next one goes on from what is saved and seen.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from orchestrator.core.actions import Action, JobStep, Plan
+from orchestrator.core.group_spec import Roots
+from orchestrator.core.model import World
+from orchestrator.core.plan import plan
+from orchestrator.core.states import AttemptState, JobState
+from orchestrator.executor import Each, Executor
+from orchestrator.observer import Observer
+from orchestrator.ports import Clock, Conflict, Groups, Nodes, Store, Unavailable
+
+_log = logging.getLogger(__name__)
+
+SOON_S = 0.02  # something moved: what follows from it shall not wait
+UNSETTLED_S = 0.25  # a group is being made, mended or ended
+SETTLED_S = 1.0  # groups train
+IDLE_S = 5.0  # nothing to watch but the queue
+DATABASE_S = 1.0  # after a pass that the database refused
+
+
+class Reconciler:
+    """``wake`` may be set by anyone to have the next pass at once."""
+
+    def __init__(
+        self, store: Store, groups: Groups, nodes: Nodes, clock: Clock, roots: Roots, wake: threading.Event, each: Each | None = None
+    ) -> None:
+        self._store, self._clock, self._roots, self._wake = store, clock, roots, wake
+        self._pool = ThreadPoolExecutor(8, "keepstep-do")  # starts no thread before it is used
+        self._observer = Observer(store, groups, nodes)
+        self._executor = Executor(groups, each or self._pool.map)
+        self._removed: frozenset[tuple[str, int]] = frozenset()
+        self._thread: threading.Thread | None = None
+        self._stopping = threading.Event()
+        self._errors = 0
+        self.last_pass_at: float | None = None  # Unix seconds: end of the newest whole pass
+
+    @property
+    def errors(self) -> int:
+        """Steps and actions that failed in a way that nobody foresaw, since the start."""
+        return self._errors + self._executor.errors
+
+    def start(self) -> None:
+        """Runs passes in a thread until ``stop``."""
+        self._thread = threading.Thread(target=self._run, name="keepstep-reconciler", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """Ends after the pass under way; jobs go on."""
+        self._stopping.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def once(self) -> float:
+        """One pass; returns how many seconds the next may wait. Raises Unavailable when the database does not answer."""
+        world = self._observer.world(self._removed)
+        now = self._clock.now()
+        decided = plan(world, now, self._roots)
+        for job_id, error in decided.broken.items():
+            self._errors += 1
+            _log.error("job %s: no decision is possible, it is left alone: %s", job_id, error)
+        done, conflicts = self._save(decided)
+        actions: list[Action] = [action for step in done for action in step.actions]
+        self._removed = self._executor.run([*actions, *decided.sweep])
+        self.last_pass_at = self._clock.now()
+        if conflicts or self._removed or any(_moved(step, world) for step in done):
+            return SOON_S
+        return _patience(decided, now)
+
+    def _save(self, decided: Plan) -> tuple[list[JobStep], int]:
+        """The steps whose actions may be done, and how many found another version."""
+        done, conflicts = [], 0
+        for step in decided.steps:
+            try:
+                if step.changed:
+                    self._store.save_step(step)
+                done.append(step)
+            except Conflict:
+                conflicts += 1
+            except Unavailable:
+                raise
+            except Exception:
+                self._errors += 1
+                _log.exception("job %s: its step cannot be saved; it is left alone until the next pass", step.job.id)
+        return done, conflicts
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self._wake.clear()
+            try:
+                pause = self.once()
+            except Unavailable as error:
+                _log.warning("pass not finished: %s", error)
+                pause = DATABASE_S
+            except Exception:
+                self._errors += 1
+                _log.exception("pass failed")
+                pause = DATABASE_S
+            if self._stopping.is_set():
+                return
+            self._wake.wait(pause)
+
+
+def _moved(step: JobStep, world: World) -> bool:
+    """True when what was saved has consequences that the next pass should see to at once."""
+    if not step.changed:
+        return False
+    before = next(job for job in world.jobs if job.id == step.job.id)
+    old = world.attempts.get(step.job.id)
+    return before.state is not step.job.state or (step.attempt is not None and (old is None or old.state is not step.attempt.state))
+
+
+def _patience(decided: Plan, now: float) -> float:
+    live = [step for step in decided.steps if step.attempt is not None and step.attempt.state is not AttemptState.ENDED]
+    settled = all(step.job.state is JobState.RUNNING and step.attempt and step.attempt.state is AttemptState.ACTIVE for step in live)
+    pause = IDLE_S if not live else SETTLED_S if settled else UNSETTLED_S
+    waiting = any(step.job.state is JobState.PENDING for step in decided.steps)
+    pause = min(pause, SETTLED_S) if waiting else pause
+    return pause if decided.look_again_at is None else max(SOON_S, min(pause, decided.look_again_at - now))
