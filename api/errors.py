@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 
 from orchestrator.adapters.storage.bundles import BundleTooLarge
 from orchestrator.adapters.storage.zipcheck import BadBundle
-from orchestrator.ports import Conflict, KeyReused, Unavailable
+from orchestrator.ports import BadCursor, Conflict, KeyReused, Unavailable
 from orchestrator.service import NotFound, Refused
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class FieldProblem(BaseModel):
 class Problem(BaseModel):
     """The body of every answer from 400 on."""
 
-    type: str = Field("about:blank", description="Always about:blank; `code` tells the kinds apart.")
+    type: str = Field(default="about:blank", description="Always about:blank; `code` tells the kinds apart.")
     title: str = Field(description="The HTTP status in words.")
     status: int = Field(description="The HTTP status.")
     code: str = Field(description="Stable token for programs.", examples=["job_not_found"])
@@ -92,6 +92,8 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(Refused)
     async def _refused(_: Request, error: Refused) -> JSONResponse:
+        if error.code == "bundle_not_found":  # the spec is what is wrong, not the state of a job
+            return answer(422, error.code, str(error), [FieldProblem(field="bundle", message=str(error).removeprefix("bundle: "))])
         return answer(409, error.code, str(error))
 
     @app.exception_handler(KeyReused)
@@ -102,6 +104,10 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(Conflict)
     async def _conflict(_: Request, __: Conflict) -> JSONResponse:
         return answer(409, "changed_meanwhile", "the job changed while this was being saved; send the request again")
+
+    @app.exception_handler(BadCursor)
+    async def _cursor(_: Request, error: BadCursor) -> JSONResponse:
+        return await _api(_, invalid([FieldProblem(field="cursor", message=str(error).removeprefix("cursor: "))]))
 
     @app.exception_handler(Unavailable)
     async def _unavailable(_: Request, error: Unavailable) -> JSONResponse:

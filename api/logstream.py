@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from orchestrator.adapters.storage.logs import LONGEST_LINE, LogStore, Part, Position, cut
 from orchestrator.core.model import Job
@@ -72,16 +73,23 @@ def parse_cursor(text: str) -> Cursor:
     return cursor
 
 
-async def pieces(logs: LogStore, wanted: Wanted, attempt: int, ask: Callable[[], Job], since: Cursor | None) -> AsyncIterator[Piece]:
-    """All that is ``wanted``, from ``attempt`` on (earlier attempts are left out unless a generation of theirs is named).
+async def pieces(
+    logs: LogStore, wanted: Wanted, job: Job, ask: Callable[[], Job], since: Cursor | None
+) -> AsyncIterator[Piece | Job]:
+    """All that is ``wanted``, from the newest attempt on (of an earlier one only a generation that is named), and between the pieces
+    the job whenever its state or reason has changed.
 
     Ends when everything was sent and, following, the job is final or a newer generation has taken over from the one that was named.
     """
+    attempt, asked_at, settled = job.attempt, time.monotonic(), False
     cursor = since or await asyncio.to_thread(_start, logs, wanted, attempt, wanted.tail)
-    final, asked_at, settled = not wanted.follow, 0.0, False
+    yield job
     while True:
-        if not final and time.monotonic() - asked_at >= ASK_S:
-            final, asked_at = (await asyncio.to_thread(ask)).state.final, time.monotonic()
+        if wanted.follow and not job.state.final and time.monotonic() - asked_at >= ASK_S:
+            before, job, asked_at = job, await asyncio.to_thread(ask), time.monotonic()
+            if (job.state, job.reason) != (before.state, before.reason):
+                yield job
+        final = job.state.final or not wanted.follow
         cursor = cursor or await asyncio.to_thread(_start, logs, wanted, attempt, None)
         ahead = await asyncio.to_thread(_ahead, logs, cursor)
         # Output may still be on its way into the files of a generation that was the newest a moment ago: look at it once more.
@@ -146,23 +154,28 @@ async def _round(logs: LogStore, rank: int | None, cursor: Cursor, flush: bool) 
             yield Piece(cursor.attempt, cursor.generation, number, line.decode("utf-8", "replace"), str(cursor))
 
 
-async def as_text(source: AsyncIterator[Piece], prefixed: bool) -> AsyncIterator[bytes]:
+async def as_text(source: AsyncIterator[Piece | Job], prefixed: bool) -> AsyncIterator[bytes]:
     """Text as it was written; ``prefixed``: each line begins with its rank, and pieces of long lines become lines."""
     async for piece in source:
+        if isinstance(piece, Job):
+            continue
         if prefixed:
             yield f"[rank {piece.rank}] {piece.text.removesuffix(chr(10))}\n".encode()
         else:
             yield piece.text.encode()
 
 
-async def as_events(source: AsyncIterator[Piece], ask: Callable[[], Job]) -> AsyncIterator[bytes]:
-    """Server-sent events: ``log`` for each piece, then ``end`` with the job's state."""
-    yield b"retry: 1000\n\n"
+async def as_events(source: AsyncIterator[Piece | Job]) -> AsyncIterator[bytes]:
+    """Server-sent events: ``log`` for each piece, ``job`` when its state changed, at last ``end`` with the job's state."""
+    data: dict[str, Any] = {}
     async for piece in source:
-        data = {"attempt": piece.attempt, "generation": piece.generation, "rank": piece.rank, "text": piece.text}
-        yield f"event: log\nid: {piece.cursor}\ndata: {json.dumps(data)}\n\n".encode()
-    job = await asyncio.to_thread(ask)
-    yield f"event: end\ndata: {json.dumps({'id': job.id, 'state': job.state})}\n\n".encode()
+        if isinstance(piece, Job):
+            data = {"id": piece.id, "state": piece.state, "reason": piece.reason, "message": piece.message}
+            yield f"event: job\ndata: {json.dumps(data)}\n\n".encode()
+        else:
+            line = {"attempt": piece.attempt, "generation": piece.generation, "rank": piece.rank, "text": piece.text}
+            yield f"event: log\nid: {piece.cursor}\ndata: {json.dumps(line)}\n\n".encode()
+    yield f"event: end\ndata: {json.dumps(data)}\n\n".encode()
 
 
 assert LONGEST_LINE < READ_BYTES  # a round must be able to hold a whole line

@@ -10,11 +10,12 @@ import math
 from datetime import UTC, datetime
 from typing import Annotated, Any, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from orchestrator.core import model
+from orchestrator.core.scheduling import Placement, Waiting
 from orchestrator.core.spec import dump
-from orchestrator.core.states import AttemptState, JobState
+from orchestrator.core.states import AttemptState, JobState, Reason
 from workers import messages
 from workers.messages import FailureClass, Outcome, RankPhase, RankState, Source
 
@@ -141,14 +142,11 @@ class RankOut(BaseModel):
 class IncidentOut(BaseModel):
     """One failure and its recovery."""
 
-    # "class" is what users read and filter by, but no name for a Python attribute.
-    model_config = ConfigDict(serialize_by_alias=True, validate_by_name=True)
-
     attempt: int
     generation: int = Field(description="The generation that failed.")
     at: Time
     cause: str = Field(description="Stable token: signal, exception, exit_code, hang, agent_lost, node_lost, ...")
-    kind: FailureClass = Field(alias="class", description="Who is to blame; decides the budget that paid.")
+    kind: FailureClass = Field(alias="class", description="Who is to blame; decides the budget that paid.")  # "class" is no name in Python
     message: str
     action: str = Field(description="restart_in_place, relaunch or stop.")
     blamed_rank: int | None
@@ -167,14 +165,8 @@ class IncidentOut(BaseModel):
 
     @classmethod
     def of(cls, incident: messages.Incident) -> IncidentOut:
-        return cls(
-            attempt=incident.attempt, generation=incident.generation, at=utc(incident.at), cause=incident.cause, kind=incident.kind,
-            message=incident.message, action=incident.action, blamed_rank=incident.blamed_rank, blamed_node=incident.blamed_node,
-            exit_code=incident.exit_code, signal=incident.signal, excerpt=incident.excerpt, drill=incident.drill,
-            last_step=incident.last_step, resumed_step=incident.resumed_step, lost_steps=incident.lost_steps,
-            restored_from=incident.restored_from, phases_ms=incident.phases_ms, recovery_seconds=incident.recovery_seconds,
-            recovered_at=utc_or_none(incident.recovered_at),
-        )  # fmt: skip
+        times = {"at": utc(incident.at), "recovered_at": utc_or_none(incident.recovered_at)}
+        return cls.model_validate(messages.to_json(incident) | times | {"class": incident.kind})
 
 
 class EventOut(BaseModel):
@@ -216,6 +208,22 @@ class CheckpointOut(BaseModel):
             step=record.step, attempt=record.attempt, generation=record.generation, url=record.url, bytes=record.bytes,
             files=record.files, world_size=record.world_size, committed_at=utc(record.committed_at), write_seconds=record.write_seconds,
         )  # fmt: skip
+
+
+class PlanOut(BaseModel):
+    """What would happen to a job that was submitted now."""
+
+    fits: bool = Field(description="True: it would start at once, on `nodes`.")
+    reason: str = Field(description="Stable token.")
+    message: str
+    nodes: list[NodeRef]
+
+    @classmethod
+    def of(cls, answer: Placement | Waiting) -> PlanOut:
+        if isinstance(answer, Waiting):
+            return cls(fits=False, reason=answer.reason, message=answer.message, nodes=[])
+        nodes = [NodeRef(index=place.index, node_id=place.node_id) for place in answer.nodes]
+        return cls(fits=True, reason=Reason.PLACED, message=f"would start at once on {len(nodes)} nodes", nodes=nodes)
 
 
 class NodeOut(BaseModel):

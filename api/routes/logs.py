@@ -15,12 +15,13 @@ from orchestrator.core.model import Job
 
 router = APIRouter(prefix="/jobs/{ref}", tags=["logs"])
 EVENTS = "text/event-stream"
+ANSWER = "Text, or with `Accept: text/event-stream` events `log`, `job` and `end`"
 
 
 @router.get(
     "/logs", summary="Logs of a job", response_class=StreamingResponse,
     responses={
-        200: {"description": "Text, or with `Accept: text/event-stream` events `log` and `end`", "content": {"text/plain": {}, EVENTS: {}}},
+        200: {"description": ANSWER, "content": {"text/plain": {}, EVENTS: {}}},
         **documented(404, 422),
     },
 )  # fmt: skip
@@ -28,7 +29,7 @@ async def logs(
     here: Here,
     ref: Ref,
     rank: Annotated[int | None, Query(ge=0, lt=4096, description="Only this rank; without it each line begins with `[rank N] `.")] = None,
-    generation: Annotated[int | None, Query(ge=0, description="Only this generation; default: all of the newest attempt, in order.")] = None,
+    generation: Annotated[int | None, Query(ge=0, description="Only this generation; default: all of the newest attempt.")] = None,
     tail: Annotated[int | None, Query(ge=0, le=10_000, description="Newest lines per rank, 0 to 10000, at most 4 MiB.")] = None,
     follow: Annotated[bool, Query(description="Go on until the job has ended.")] = False,
     accept: Annotated[str, Header(include_in_schema=False)] = "",
@@ -43,9 +44,9 @@ async def logs(
 
     store = await asyncio.to_thread(here.logs_of, job)
     wanted = logstream.Wanted(rank, generation, tail, follow)
-    pieces = logstream.pieces(store, wanted, job.attempt, ask, _since(last_event_id))
+    pieces = logstream.pieces(store, wanted, job, ask, _since(last_event_id))
     if EVENTS in accept:
-        return StreamingResponse(logstream.as_events(pieces, ask), media_type=EVENTS, headers={"Cache-Control": "no-store"})
+        return StreamingResponse(logstream.as_events(pieces), media_type=EVENTS, headers={"Cache-Control": "no-store"})
     return StreamingResponse(logstream.as_text(pieces, prefixed=rank is None), media_type="text/plain; charset=utf-8")
 
 
@@ -54,7 +55,8 @@ def _check_exists(job: Job, rank: int | None, generation: int | None) -> None:
     if rank is not None and rank >= size:
         raise ApiProblem(404, "rank_not_found", f"job {job.id} has ranks 0 to {size - 1}, not {rank}")
     if generation is not None and generation > job.generation:
-        raise ApiProblem(404, "generation_not_found", f"generation {generation} of job {job.id} has not begun; the newest is {job.generation}")
+        detail = f"generation {generation} of job {job.id} has not begun; the newest is {job.generation}"
+        raise ApiProblem(404, "generation_not_found", detail)
 
 
 def _since(last_event_id: str | None) -> logstream.Cursor | None:

@@ -28,15 +28,10 @@ class BundleTooLarge(BadBundle):
 
 
 class Bundles:
-    """All bundles below one folder or fsspec URL."""
+    """All bundles below one folder or fsspec URL: ``<root>/<sha256>.zip``."""
 
     def __init__(self, root: str) -> None:
         self._fs, self._root = fsspec.url_to_fs(root)
-        self._url = root.rstrip("/")
-
-    def url(self, sha: str) -> str:
-        """Where the zip lies, as path or fsspec URL. Raises BadBundle for what is no sha256."""
-        return f"{self._url}/{_file_name(sha)}"
 
     def exists(self, sha: str) -> bool:
         return SHA256.fullmatch(sha) is not None and bool(self._fs.exists(f"{self._root}/{_file_name(sha)}"))

@@ -1,0 +1,60 @@
+"""Follows the log of a job through restarts of the server, until the job ends or the user detaches."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from api.client import Client, LogEvent, ref_path
+from api.commands import show
+from api.server_record import ServerDown
+
+RETRY_S = 1.0
+
+
+def follow(
+    state_dir: Path | None,
+    job: dict[str, Any],
+    rank: int | None = None,
+    generation: int | None = None,
+    tail: int | None = None,
+    as_json: bool = False,
+) -> str:
+    """Print the log as it grows; returns the job's state at the end. Ctrl-C exits with 130 and leaves the job alone."""
+    prefixed = rank is None and job["world_size"] > 1
+    since: str | None = None
+    connected = False
+    path = ref_path(job["id"], "logs")
+    try:
+        while True:
+            try:
+                for event in Client.find(state_dir).follow(path, since, rank=rank, generation=generation, tail=tail):
+                    connected = True
+                    since = event.id or since
+                    _print(event, prefixed, as_json)
+                    if event.kind == "end":
+                        return str(event.data["state"])
+            except ServerDown:
+                if not connected:
+                    raise
+                show.remark("the server does not answer; the job goes on, trying again (Ctrl-C detaches)")
+            time.sleep(RETRY_S)
+    except KeyboardInterrupt:
+        show.remark(f"\ndetached; the job goes on. Follow it again: keepstep logs -f {job['id']}")
+        raise typer.Exit(show.INTERRUPTED) from None
+
+
+def _print(event: LogEvent, prefixed: bool, as_json: bool) -> None:
+    if as_json:
+        show.as_json({"event": event.kind, **event.data})
+        sys.stdout.flush()
+    elif event.kind == "log":
+        text = event.data["text"]
+        sys.stdout.write(f"[rank {event.data['rank']}] {text.removesuffix(chr(10))}\n" if prefixed else text)
+        sys.stdout.flush()
+    elif event.kind == "job":
+        show.remark(f"--- {event.data['id']} {event.data['state']}: {event.data['message']}")

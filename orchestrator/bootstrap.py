@@ -1,0 +1,104 @@
+"""Puts the parts of a server together: store, groups, nodes, service, reconciler, storage.
+
+Invariants: adapters are imported here and nowhere above; closing takes everything down again in reverse order and leaves jobs alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from orchestrator.adapters.storage.bundles import Bundles
+from orchestrator.adapters.storage.logs import LogStore
+from orchestrator.clock import SystemClock
+from orchestrator.core.group_spec import Roots, storage_url
+from orchestrator.core.model import Job
+from orchestrator.ports import Clock, Groups, Nodes, Store
+from orchestrator.reconciler import Reconciler
+from orchestrator.service import Service
+from orchestrator.settings import Settings, SettingsError
+
+
+@dataclass(frozen=True)
+class Control:
+    """The parts of a running server that the API needs."""
+
+    service: Service
+    reconciler: Reconciler
+    store: Store
+    bundles: Bundles
+    roots: Roots
+    clock: Clock
+
+    def logs_of(self, job: Job) -> LogStore:
+        return LogStore(storage_url(job.id, job.spec, self.roots))
+
+
+def roots(storage: str) -> Roots:
+    """Folders below the storage setting."""
+    base = storage.rstrip("/")
+    return Roots(jobs=f"{base}/jobs", bundles=f"{base}/bundles")
+
+
+def assemble(store: Store, groups: Groups, nodes: Nodes, clock: Clock, storage: str) -> Control:
+    """The parts over given ports; starts nothing."""
+    places = roots(storage)
+    bundles = Bundles(places.bundles)
+    wake = threading.Event()
+    service = Service(store, groups, nodes, clock, wake, bundle_exists=bundles.exists)
+    return Control(service, Reconciler(store, groups, nodes, clock, places, wake), store, bundles, places, clock)
+
+
+def upgrade_database(settings: Settings) -> str | None:
+    """Bring the database to this version; the new revision, or None when nothing was to do. Raises SettingsError, Unavailable."""
+    from orchestrator.adapters.db.engine import open_engine
+    from orchestrator.adapters.db.schema import SchemaTooNew, upgrade
+
+    try:
+        engine = open_engine(settings.database_url)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    try:
+        return upgrade(engine)
+    except SchemaTooNew as error:
+        raise SettingsError(str(error)) from error
+    finally:
+        engine.dispose()
+
+
+@contextmanager
+def running(settings: Settings, nodes: int, gpus_per_node: int) -> Iterator[Control]:
+    """A whole control plane on this machine: upgraded database, a cluster (found or started), the reconciler at work.
+
+    The embedded cluster goes on when the context ends. Raises SettingsError, Unavailable, StartFailed.
+    """
+    from orchestrator.adapters.db.engine import open_engine
+    from orchestrator.adapters.db.store import SqlStore
+    from orchestrator.adapters.ray import daemon, session
+    from orchestrator.adapters.ray.groups import RayGroups
+    from orchestrator.adapters.ray.nodes import RayNodes
+
+    upgrade_database(settings)
+    clock = SystemClock()
+    with ExitStack() as stack:
+        if settings.ray_address is None:
+            cluster = daemon.start(settings.state_dir, nodes, gpus_per_node)
+            session.connect(cluster.address, cluster.token)
+        else:
+            session.connect(settings.ray_address)
+        stack.callback(session.disconnect)
+        store = SqlStore(open_engine(settings.database_url))
+        stack.callback(store.close)
+        control = assemble(store, RayGroups(), RayNodes(clock), clock, settings.storage)
+        control.reconciler.start()
+        stack.callback(control.reconciler.stop)
+        yield control
+
+
+def end_cluster(settings: Settings) -> bool:
+    """End the embedded cluster of the state folder with all that runs in it; False when there was none."""
+    from orchestrator.adapters.ray import daemon
+
+    return daemon.stop(settings.state_dir)
