@@ -25,7 +25,7 @@ from orchestrator.adapters.ray.session import ray_environment
 MARK = "KEEPSTEP_CLUSTER"
 SHARED_MEMORY = "KEEPSTEP_SHM"  # the folder below which the groups of this cluster keep their snapshots
 START_S = 120
-STOP_S = 3  # from SIGTERM to SIGKILL
+STOP_S = 1  # from SIGTERM to SIGKILL
 _OBJECT_STORE_BYTES = 200 * 1024**2  # of all nodes together; Ray takes no less than 75 MiB for one
 _OBJECT_STORE_LEAST = 80 * 1024**2
 
@@ -96,14 +96,14 @@ def stop(state_dir: Path) -> bool:
     cluster = _load(state_dir)
     if cluster is None:
         return False
-    processes = _processes(cluster.id)
-    for process in processes:
+    living = _processes(cluster.id)
+    for process in living:
         _signal(process, kill=False)
-    _, processes = psutil.wait_procs(processes, timeout=STOP_S)
-    while processes := {*processes, *_processes(cluster.id)}:  # again, for what was forked meanwhile
-        for process in processes:
+    living = set(psutil.wait_procs(living, timeout=STOP_S)[1])
+    while living := living | _processes(cluster.id):  # again, for what was forked meanwhile
+        for process in living:
             _signal(process, kill=True)
-        _, processes = psutil.wait_procs(processes, timeout=STOP_S)
+        living = set(psutil.wait_procs(living, timeout=STOP_S)[1])
     shutil.rmtree(cluster.temp_dir, ignore_errors=True)
     shutil.rmtree(shared_memory(cluster.id), ignore_errors=True)
     _file(state_dir).unlink(missing_ok=True)
