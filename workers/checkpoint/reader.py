@@ -45,9 +45,7 @@ def read_staged(folder: Path, rank: int) -> Restored:
     manifest = parse_manifest((folder / MANIFEST).read_bytes())
     own = manifest.own.get(str(rank))
     if own is None:
-        raise StateError(
-            f"the checkpoint of step {manifest.step} was written by {manifest.world_size} ranks, it has no state of rank {rank}"
-        )
+        raise StateError(f"the checkpoint of step {manifest.step}, written by {manifest.world_size} ranks, lacks rank {rank}")
     names = set(manifest.where.values()) | ({rank_file(rank)} if own.leaves else set())
     arrays: dict[str, memoryview] = {}
     for name in sorted(names):

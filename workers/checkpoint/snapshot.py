@@ -209,7 +209,7 @@ def copier(memory: mmap.mmap, specs: Sequence[LeafSpec], offsets: Sequence[int])
             import torch
 
             with torch.no_grad():
-                torch._foreach_copy_(tensors, [arrays[i].detach() for i in torch_at])
+                torch._foreach_copy_(tensors, [arrays[i] for i in torch_at])
 
     return copy
 

@@ -97,6 +97,9 @@ def _encode(value: Any, path: str, leaves: list[tuple[str, Any]], depth: int) ->
         return value
     if kind is float:
         return value if math.isfinite(value) else {"f": repr(value)}
+    if _is_array(value, kind):
+        leaves.append((path, value))
+        return {"a": len(leaves) - 1}
     if depth > MAX_DEPTH:
         raise StateError(f"state at {path[:80]}...: nested deeper than {MAX_DEPTH} levels, or contains itself; save a flatter state")
     if kind in _MAPPINGS:
@@ -105,9 +108,6 @@ def _encode(value: Any, path: str, leaves: list[tuple[str, Any]], depth: int) ->
         return [_encode(item, f"{path}/{i}", leaves, depth + 1) for i, item in enumerate(value)]
     if kind is tuple:
         return {"t": [_encode(item, f"{path}/{i}", leaves, depth + 1) for i, item in enumerate(value)]}
-    if is_torch(value) or _is_numpy(value):
-        leaves.append((path, value))
-        return {"a": len(leaves) - 1}
     raise StateError(
         f"state at {path or '/'}: a {kind.__module__}.{kind.__qualname__} cannot be saved; "
         "keep arrays, numbers, strings, None, dict, list and tuple there"
@@ -145,9 +145,17 @@ def _join(path: str, key: Any) -> str:
     raise StateError(f"state at {path or '/'}: a key of type {type(key).__qualname__} cannot be saved; use str or int keys")
 
 
-def _is_numpy(value: Any) -> bool:
+_array_types: set[type] = set()  # seen before
+
+
+def _is_array(value: Any, kind: type) -> bool:
+    if kind in _array_types:
+        return True
     np = sys.modules.get("numpy")
-    return np is not None and (type(value) is np.ndarray or isinstance(value, np.generic))
+    if is_torch(value) or (np is not None and (kind is np.ndarray or isinstance(value, np.generic))):
+        _array_types.add(kind)
+        return True
+    return False
 
 
 def _check_torch(path: str, tensor: Any) -> None:

@@ -1,0 +1,122 @@
+"""PyTorch: joins the process group, and says which state the ranks share.
+
+Equal on all ranks are the parameters of a DistributedDataParallel module and the state of an optimizer of nothing but such parameters.
+All else is the rank's own: buffers (batch norm statistics differ between the ranks until the next forward pass), modules outside of DDP,
+schedulers, data, random generators. Alone, a group of one is made, so that ``DistributedDataParallel(model)`` works everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from workers.agreement import Store
+from workers.checkpoint.snapshot import Place
+from workers.checkpoint.tree import StateError
+from workers.frameworks.plain import load_into, random_state, set_random_state, state_of
+
+
+class Torch:
+    """The adapter of PyTorch. ``device`` is the rank's GPU, else the CPU; ``strategy`` is None."""
+
+    strategy: Any = None
+
+    def __init__(self, place: Place, launched: bool) -> None:
+        self._alone = place.world_size == 1
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+            torch.cuda.set_device(self.device)
+        self.store: Store | None = None
+        self._joined = False
+        # Found at the first capture; a parameter that is added later counts as the rank's own, which is always right.
+        self._equal: dict[str, frozenset[str]] | None = None
+        self._replicated: set[int] = set()
+        if not dist.is_initialized():
+            self.store = self._join(place, launched)
+
+    def _join(self, place: Place, launched: bool) -> Store:
+        backend = "gloo" if self.device.type == "cpu" else "nccl"
+        if launched and "MASTER_ADDR" in os.environ:
+            store, rank, world_size = next(dist.rendezvous("env://"))
+        else:
+            store, rank, world_size = dist.HashStore(), 0, 1
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        self._joined = True
+        found: Store = store
+        return found
+
+    def capture(self, parts: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(state equal on all ranks, state of this rank). Tensors are the live ones, not copies."""
+        if self._equal is None:
+            self._equal = {name: self._equal_names(part) for name, part in parts.items() if isinstance(part, torch.nn.Module)}
+            self._replicated = {id(p) for name in self._equal if self._equal[name] for p in parts[name].parameters()}
+        shared, own = {}, {}
+        for name, part in parts.items():
+            if isinstance(part, torch.nn.Module):
+                state = unwrap(part).state_dict()
+                equal = self._equal.get(name, frozenset())
+                shared[name] = {key: value for key, value in state.items() if key in equal}
+                own[name] = {key: value for key, value in state.items() if key not in equal}
+            elif isinstance(part, torch.optim.Optimizer) and (self._alone or _params(part) <= self._replicated):
+                shared[name] = part.state_dict()
+            else:
+                own[name] = state_of(part)
+        return shared, {"parts": own, "random": self._random_state()}
+
+    def apply(self, parts: dict[str, Any], shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+        """Put the state in place; returns the parts, a plain tree replaced by what was saved. Raises StateError naming the part."""
+        loaded = {}
+        for name, part in parts.items():
+            try:
+                if isinstance(part, torch.nn.Module):
+                    unwrap(part).load_state_dict(shared.get(name, {}) | own["parts"].get(name, {}))
+                    loaded[name] = part
+                else:
+                    loaded[name] = load_into(part, shared[name] if name in shared else own["parts"][name])
+            except (RuntimeError, ValueError, KeyError) as error:
+                raise StateError(f"the saved state does not fit into {name}: {error}") from error
+        self._set_random_state(own["random"])
+        return loaded
+
+    def close(self) -> None:
+        if self._joined and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _equal_names(self, module: torch.nn.Module) -> frozenset[str]:
+        if not self._alone and not isinstance(_uncompiled(module), DistributedDataParallel):
+            return frozenset()
+        return frozenset(name for name, _ in unwrap(module).named_parameters(remove_duplicate=False))
+
+    def _random_state(self) -> dict[str, Any]:
+        state = random_state() | {"torch": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state(self.device)
+        return state
+
+    def _set_random_state(self, state: dict[str, Any]) -> None:
+        set_random_state(state)
+        torch.set_rng_state(state["torch"])
+        if self.device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], self.device)
+
+
+def unwrap(module: torch.nn.Module) -> torch.nn.Module:
+    """The module inside of DDP and torch.compile, whose names do not depend on either."""
+    inner = _uncompiled(module)
+    if isinstance(inner, DistributedDataParallel):
+        inner = _uncompiled(inner.module)
+    return inner
+
+
+def _uncompiled(module: torch.nn.Module) -> torch.nn.Module:
+    inner: torch.nn.Module = getattr(module, "_orig_mod", module)
+    return inner
+
+
+def _params(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}

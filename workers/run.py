@@ -1,0 +1,294 @@
+"""What user code holds: ``start``, ``restore``, ``step``, ``should_stop``.
+
+``start`` joins the group, ``restore`` puts the freshest state in place, ``step`` says that one more step is finished. Invariants: a step
+counts from 1 and goes on after a restore; a snapshot is taken only inside ``step`` or at the normal end; without a launcher everything
+works alone and leaves nothing behind. A failing snapshot never ends training, a leaf that cannot be saved does, at the first one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType, SimpleNamespace
+from typing import Any, Protocol
+
+from workers.agreement import LAG, Agreement, Store
+from workers.board import Board
+from workers.checkpoint.cadence import Cadence, decision_at
+from workers.checkpoint.reader import Restored, read_snapshot, read_staged
+from workers.checkpoint.snapshot import SnapshotWriter
+from workers.checkpoint.tree import StateError
+from workers.environment import Environment, read_environment
+from workers.messages import RankPhase, Source
+
+_RESERVED = ("step", "source")
+
+
+class Framework(Protocol):
+    """One adapter of workers.frameworks."""
+
+    device: Any
+    strategy: Any
+    store: Store | None
+
+    def capture(self, parts: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]: ...
+    def apply(self, parts: dict[str, Any], shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]: ...
+    def close(self) -> None: ...
+
+
+class Run:
+    """One rank's hold on its job; made by ``start``.
+
+    ``rank``, ``world_size``, ``local_rank`` count as in torchrun; ``device`` is a torch.device or None; ``strategy`` a tf.distribute
+    strategy or None; ``steps`` is the number of finished steps, those of earlier generations included.
+    """
+
+    def __init__(self, environment: Environment, framework: Framework) -> None:
+        place = environment.place
+        self.rank, self.world_size, self.local_rank = place.rank, place.world_size, place.local_rank
+        self.device, self.strategy = framework.device, framework.strategy
+        self.steps = 0
+        self._environment = environment
+        self._framework = framework
+        self._board = Board.open(environment.shm / f"board-{place.rank}") if environment.shm else None
+        self._agreement = Agreement(framework.store, place.rank, place.world_size)
+        self._cadence = Cadence(environment.snapshot_every)
+        self._parts: dict[str, Any] | None = None
+        self._counters: list[Any] = []  # parts that want to know of each finished step
+        self._writer: SnapshotWriter | None = None
+        self._phase = RankPhase.START
+        self._step_ended: float | None = None
+        self._step_seconds = 0.0
+        self._told_to_stop = False
+        self._failed = False
+        if self._board:
+            self._board.attach()
+
+    @property
+    def restored(self) -> bool:
+        """``restore`` was called."""
+        return self._parts is not None
+
+    # -- state
+
+    def restore(self, **parts: Any) -> SimpleNamespace:
+        """Name the parts of the training state and put the freshest valid state into them, bit for bit.
+
+        A part is anything with ``state_dict``/``load_state_dict``, a Keras model, a random generator, or a tree of arrays (returned, as it
+        cannot be changed in place: pass the new one to ``step`` each time). Call it once, after everything is made and before the first
+        step. Returns an object with ``step`` (0: nothing was restored), ``source`` and one attribute per part. Raises StateError.
+        """
+        if self._parts is not None:
+            raise StateError("restore: called twice; name all parts in one call")
+        if self.steps:
+            raise StateError(f"restore: {self.steps} steps are finished already; call it before the first step")
+        clash = sorted(set(parts) & set(_RESERVED))
+        if clash:
+            raise StateError(f"restore: a part cannot be named {clash[0]!r}; choose another name")
+        begin, source = self._environment.restore, Source.NONE
+        with self.phase(RankPhase.RESTORE):
+            if begin is not None:
+                state = self._read(begin.staged)
+                _check_parts(parts, state)
+                parts = self._framework.apply(parts, state.shared, state.own)
+                self.steps, source = state.step, Source(begin.source)
+            self._parts = parts
+            self._counters = [part for part in parts.values() if hasattr(part, "step_finished")]
+            if self._environment.shm:
+                self._writer = SnapshotWriter(self._environment.shm, self._environment.place, self.steps)
+        if self._board:
+            self._board.restored(self.steps)
+        self._step_ended = time.perf_counter()
+        return SimpleNamespace(step=self.steps, source=str(source), **parts)
+
+    def _read(self, staged: str | None) -> Restored:
+        environment = self._environment
+        assert environment.shm is not None
+        assert environment.restore is not None
+        if staged is not None:
+            return read_staged(environment.shm / staged, self.rank)
+        first = self.rank - self.local_rank
+        local_ranks = range(first, first + environment.place.local_world_size)
+        return read_snapshot(environment.shm, self.rank, local_ranks, environment.restore.step)
+
+    # -- steps
+
+    def step(self, **values: Any) -> None:
+        """One step is finished. ``values`` are metrics (numbers or one-element tensors), or new trees for parts named in ``restore``.
+
+        Raises StateError naming the path where a part holds something that cannot be saved, ValueError for a metric that is no number.
+        """
+        now = time.perf_counter()
+        if self._step_ended is not None:
+            self._step_seconds = now - self._step_ended
+            self._cadence.observe_step(self._step_seconds)
+        self.steps += 1
+        if self._parts is not None:
+            for name in self._parts.keys() & values.keys():
+                self._parts[name] = values.pop(name)
+        for part in self._counters:
+            part.step_finished()
+        self._agree()
+        if self._board:
+            if self._phase is not RankPhase.STEP:
+                self._enter(RankPhase.STEP)
+            if values:
+                self._board.metrics({name: _number(name, value) for name, value in values.items()})
+            self._board.finish_step(self.steps, time.time())
+        if self._writer is not None:
+            self._snapshot_if_due()
+        self._step_ended = time.perf_counter()
+
+    def _agree(self) -> None:
+        step = self.steps
+        if self._cadence.auto and self._writer is not None:
+            if decision_at(step):
+                self._agreement.post_interval(step, self._cadence.decide())
+            if step > LAG and decision_at(step - LAG):
+                self._cadence.every = self._agreement.interval(step - LAG) or self._cadence.every
+        if self._told_to_stop:
+            self._agreement.seek_stop(step, self._step_seconds)
+
+    def _snapshot_if_due(self) -> None:
+        assert self._board is not None
+        every = self._environment.every_steps
+        pin = (every is not None and self.steps % every == 0) or self._board.checkpoint_request == self.steps
+        if pin or self._cadence.due(self.steps) or self._agreement.stop_at == self.steps:
+            self._snapshot(pin)
+
+    def _snapshot(self, pin: bool) -> None:
+        assert self._writer is not None
+        assert self._parts is not None
+        begun = time.perf_counter()
+        try:
+            shared, own = self._framework.capture(self._parts)
+            written = self._writer.write(self.steps, shared, own, pin)
+        except OSError as error:
+            self._writer = None
+            print(
+                f"keepstep: no more snapshots: {self._environment.shm} cannot take one ({error.strerror}); "
+                "enlarge shared memory, a failure now costs the steps since the last checkpoint",
+                file=sys.stderr,
+                flush=True,
+            )
+            return
+        if not written.cold:
+            self._cadence.observe_stall(time.perf_counter() - begun)
+
+    # -- signals and phases
+
+    @property
+    def should_stop(self) -> bool:
+        """True when the job asked its ranks to end: leave the loop after this step. All ranks see it after the same step."""
+        if not self._told_to_stop:
+            return False
+        if self.world_size == 1 or self._framework.store is None:
+            return True
+        return self._agreement.stop_at is not None and self.steps >= self._agreement.stop_at
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Announce work between steps, so that its silence is no hang: ``with run.phase("eval")``; also compile, save, restore."""
+        before = self._phase
+        self._enter(RankPhase(name))
+        try:
+            yield
+        finally:
+            self._enter(before)
+
+    def _enter(self, phase: RankPhase) -> None:
+        self._phase = phase
+        if self._board:
+            self._board.phase(phase)
+
+    def finish(self) -> None:
+        """The script ended by itself: keep its last step for the final checkpoint. Called at exit; harmless to call twice."""
+        if self._failed:
+            return
+        if self._writer is not None and self._writer.newest < self.steps:
+            self._enter(RankPhase.SAVE)
+            self._snapshot(pin=True)
+        self._writer = None
+        self._enter(RankPhase.DONE)
+        self._framework.close()
+
+    def watch(self) -> None:
+        """Take note of SIGTERM, of an uncaught exception and of the end of the interpreter."""
+        atexit.register(self.finish)
+        hook = sys.excepthook
+
+        def failed(*error: Any) -> None:
+            self._failed = True
+            hook(*error)
+
+        sys.excepthook = failed
+        if self._environment.launched and threading.current_thread() is threading.main_thread():
+            self._chain_sigterm()
+
+    def _chain_sigterm(self) -> None:
+        # Alone, SIGTERM keeps its meaning: nobody promised that the script asks should_stop.
+        theirs = signal.getsignal(signal.SIGTERM)
+        if theirs is signal.SIG_IGN:
+            return
+
+        def told(number: int, frame: FrameType | None) -> None:
+            self._told_to_stop = True
+            if callable(theirs):
+                theirs(number, frame)
+
+        signal.signal(signal.SIGTERM, told)
+
+
+def start(framework: str | None = None) -> Run:
+    """Join the group that the environment names, or work alone. Call it once, before the model is made.
+
+    ``framework``: pytorch, tensorflow or plain; default: the job's, else the one that was imported. Raises BadEnvironment, RuntimeError.
+    """
+    global _started
+    if _started is not None:
+        raise RuntimeError("workers.start: called twice in one process; keep the run that the first call returned")
+    environment = read_environment()
+    _started = Run(environment, _adapter(framework or environment.framework, environment))
+    _started.watch()
+    return _started
+
+
+_started: Run | None = None
+
+
+def _adapter(name: str | None, environment: Environment) -> Framework:
+    if name in (None, "plain"):
+        name = "pytorch" if "torch" in sys.modules else "tensorflow" if "tensorflow" in sys.modules else "plain"
+    if name == "pytorch":
+        from workers.frameworks.torch import Torch
+
+        return Torch(environment.place, environment.launched)
+    if name == "tensorflow":
+        from workers.frameworks.tensorflow import TensorFlow
+
+        return TensorFlow(environment.strategy, environment.devices)
+    if name == "plain":
+        from workers.frameworks.plain import Plain
+
+        return Plain()
+    raise ValueError(f"framework: {name!r} is not known; use pytorch, tensorflow or plain")
+
+
+def _check_parts(parts: dict[str, Any], state: Restored) -> None:
+    saved = set(state.shared) | set(state.own["parts"])
+    if saved != set(parts):
+        raise StateError(
+            f"restore: the state of step {state.step} has the parts {sorted(saved)}, the script names {sorted(parts)}; name the same parts"
+        )
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"step: metric {name!r} is a {type(value).__qualname__}; pass a number or a one-element tensor") from error
