@@ -43,18 +43,27 @@ class Service:
     """``bundle_exists`` tells whether a bundle (sha256) was uploaded; ``wake`` makes the reconciler look at once."""
 
     def __init__(
-        self, store: Store, groups: Groups, nodes: Nodes, clock: Clock, wake: threading.Event, *, bundle_exists: Callable[[str], bool]
+        self,
+        store: Store,
+        groups: Groups,
+        nodes: Nodes,
+        clock: Clock,
+        wake: threading.Event,
+        *,
+        bundle_exists: Callable[[str], bool],
+        new_id: Callable[[], str] | None = None,
     ) -> None:
         self._store, self._groups, self._nodes, self._clock, self._wake = store, groups, nodes, clock, wake
         self._observer = Observer(store, groups, nodes)
         self._bundle_exists = bundle_exists
+        self._new_id = new_id or new_job_id
 
     def submit(self, spec: JobSpec, idempotency_key: str | None, body_hash: str) -> tuple[Job, bool]:
         """The new job, or the one that the same key made before, and whether it is new. Raises Refused ``bundle_not_found``."""
         if spec.bundle is not None and not self._bundle_exists(spec.bundle):
             raise Refused("bundle_not_found", f"bundle: {spec.bundle} was not uploaded; PUT /api/v1/bundles/{spec.bundle} first")
         now = self._clock.now()
-        job = Job(new_job_id(), spec.name, spec, JobState.PENDING, str(Reason.SUBMITTED), "waits for its first look", now)
+        job = Job(self._new_id(), spec.name, spec, JobState.PENDING, str(Reason.SUBMITTED), "waits for its first look", now)
         event = Event(job.id, now, str(Reason.SUBMITTED), f"submitted as {spec.name!r}")
         saved, created = self._store.add_job(job, event, idempotency_key, body_hash)
         self._wake.set()

@@ -60,7 +60,7 @@ def decide(job: Job, attempt: Attempt | None, view: GroupView | None, removed: b
     if d.attempt.state is AttemptState.REMOVING:
         _removing(d, view, removed)
         return d.step()
-    report = view.report if view.report is not None and view.report.version >= attempt.report_version else None
+    report = _news(view, attempt)
     seen = Seen(view.presence, report, roots)
     _reachability(d, view.presence)
     if report is not None:
@@ -112,6 +112,12 @@ def _without_group(d: Decision) -> None:
         d.job_is(JobState.CANCELLED, Reason.CANCELLED, "cancelled while it waited; nothing of it runs", ended_at=d.now)
     elif limit is not None and d.now >= limit:
         d.job_is(JobState.FAILED, Reason.RUN_TIMEOUT, _run_timeout_text(d.job), ended_at=d.now)
+
+
+def _news(view: GroupView, attempt: Attempt) -> GroupReport | None:
+    """The report, unless a newer one is known. An outcome is never taken back, so it is news whatever its version."""
+    report = view.report
+    return report if report is not None and (report.version >= attempt.report_version or report.outcome is not None) else None
 
 
 def _reachability(d: Decision, presence: Presence) -> None:

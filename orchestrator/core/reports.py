@@ -1,7 +1,7 @@
 """How a coordinator's report is taken into job and attempt. PURE.
 
-Invariant: a report that is not newer than the one that was saved changes nothing; what only grows (best step, generation, failures)
-never shrinks, whatever a restarted coordinator remembers.
+Invariant: a report that is not newer than the one that was saved changes nothing, unless it holds the outcome, which is the last word;
+what only grows (best step, generation, failures) never shrinks, whatever a restarted coordinator remembers.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ def learn(d: Decision, report: GroupReport) -> None:
     """Takes in the facts of a report; the job's state is decided elsewhere."""
     if d.attempt.state is AttemptState.PLANNED:
         d.attempt_is(AttemptState.ACTIVE)
-    if report.version <= d.attempt.report_version:
+    if report.version <= d.attempt.report_version and report.outcome is None:
         return
     generation = max(d.job.generation, report.generation)
     d.learn_attempt(
-        report_version=report.version,
+        report_version=max(d.attempt.report_version, report.version),
         ranks=report.ranks,
         generation=max(d.attempt.generation, report.generation),
         started_at=d.attempt.started_at or report.started_at,
