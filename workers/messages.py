@@ -168,10 +168,68 @@ class RankReport:
     exit_code: int | None = None  # set when it ended by itself
     signal: int | None = None  # set when a signal ended it
     ours: bool = False  # we sent that signal
+    attached: bool = False  # the script called workers.start(), so steps are expected of it
+    os_state: str | None = None  # R S D T Z of /proc, while alive
     drill: str | None = None  # a drill made it end
     started_at: float | None = None
     ended_at: float | None = None
+    restored: int | None = None  # step of the state that it took over; 0: started from nothing
+    restored_at: float | None = None
+    first_step_at: float | None = None  # of this generation
+    new_step_at: float | None = None  # when it finished the first step that no earlier generation had finished
+    failed_at: float | None = None  # its script ended with an exception; the process may still be on its way out
     error: ErrorReport | None = None
+    tail: str = ""  # last log lines, once it ended other than with 0
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A complete snapshot of one rank in the shared memory of its node."""
+
+    rank: int
+    step: int
+    generation: int
+    slot: int
+    pinned: bool
+    bytes: int
+    valid: bool
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class AgentStatus:
+    """What an agent knows about its node. ``version`` grows with each change within an incarnation."""
+
+    index: int
+    incarnation: str  # new with every start of the agent's process
+    version: int
+    ready: bool  # launcher warm, working directory in place
+    problem: str | None  # why it will never be ready
+    generation: int  # newest generation launched here, -1 before
+    stopped: bool  # no process of any rank lives here
+    ranks: tuple[RankReport, ...]
+    holdings: tuple[Holding, ...]  # surveyed and verified when stopped
+    staged: dict[str, str | None]  # checkpoint url -> problem, None: ready to restore from
+    pinned: dict[int, int]  # rank -> step of its pinned snapshot
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class RestoreOrder:
+    """The state that a generation starts from, the same for every rank."""
+
+    source: Source
+    step: int
+    url: str | None = None  # checkpoint, for source storage
+
+
+@dataclass(frozen=True)
+class CheckpointFound:
+    """An entry of the job's storage, newest first in a list. ``problem``: why it cannot be used."""
+
+    url: str
+    step: int
+    problem: str | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,209 @@
+"""PURE: the state of a group as its coordinator keeps it, and the vocabulary of decisions about it.
+
+The coordinator saves a Group with its agents before it acts on it, so that a restarted coordinator goes on where the last one was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from workers.messages import (
+    AgentStatus,
+    CheckpointFound,
+    Failure,
+    GroupEvent,
+    GroupPhase,
+    GroupSpec,
+    Incident,
+    Outcome,
+    RankReport,
+    RestoreOrder,
+)
+
+KEPT_EVENTS = 200
+KEPT_INCIDENTS = 50
+
+
+class Doing(StrEnum):
+    """What the coordinator is at; finer than GroupPhase."""
+
+    PLACING = "PLACING"  # agents do not answer yet
+    WARMING = "WARMING"  # launchers import, working directories are unpacked
+    LOCATING = "LOCATING"  # which state to start from
+    STAGING = "STAGING"  # agents read and verify a checkpoint
+    LAUNCHING = "LAUNCHING"
+    TRAINING = "TRAINING"
+    STOPPING = "STOPPING"  # a failure was judged, ranks are being ended, a new generation follows
+    FINISHING = "FINISHING"  # all ranks ended with 0; the final checkpoint is written
+    ENDING = "ENDING"  # asked to end: SIGTERM was sent, grace runs
+    CLOSING = "CLOSING"  # whatever is left is being ended, the outcome is known
+    ENDED = "ENDED"
+
+
+# (phase, reason) shown while the first generation starts, and while a later one does.
+SHOWN: dict[Doing, tuple[GroupPhase, GroupPhase, str]] = {
+    Doing.PLACING: (GroupPhase.PLACING, GroupPhase.RECOVERING, "WaitingForAgents"),
+    Doing.WARMING: (GroupPhase.WARMING, GroupPhase.RECOVERING, "Warming"),
+    Doing.LOCATING: (GroupPhase.STARTING, GroupPhase.RECOVERING, "LocatingState"),
+    Doing.STAGING: (GroupPhase.STARTING, GroupPhase.RECOVERING, "ReadingCheckpoint"),
+    Doing.LAUNCHING: (GroupPhase.STARTING, GroupPhase.RECOVERING, "Launching"),
+    Doing.STOPPING: (GroupPhase.RECOVERING, GroupPhase.RECOVERING, "StoppingRanks"),
+    Doing.FINISHING: (GroupPhase.RUNNING, GroupPhase.RUNNING, "WritingFinalCheckpoint"),
+    Doing.ENDING: (GroupPhase.ENDING, GroupPhase.ENDING, "GraceRunning"),
+    Doing.CLOSING: (GroupPhase.ENDING, GroupPhase.ENDING, "StoppingRanks"),
+    Doing.ENDED: (GroupPhase.ENDED, GroupPhase.ENDED, "Ended"),
+}
+
+
+@dataclass(frozen=True)
+class EndRequest:
+    at: float
+    grace_s: float
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """The open incident with the times of its phases (Unix seconds)."""
+
+    incident: Incident
+    decided_at: float
+    stopped_at: float | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """``generation`` is the newest that was, or is being, launched; spec.first_generation - 1 before the first."""
+
+    spec: GroupSpec
+    doing: Doing
+    since: float
+    generation: int
+    incarnations: dict[int, str] = field(default_factory=dict)  # agents of the generation that trains
+    training: bool = False  # this generation has shown that it trains
+    attached: bool = False  # some generation reported steps, so the next one is expected to
+    best_step: int | None = None
+    failures: tuple[Failure, ...] = ()
+    incidents: tuple[Incident, ...] = ()
+    recovery: Recovery | None = None
+    restore: RestoreOrder | None = None
+    excluded: tuple[CheckpointFound, ...] = ()  # checkpoints that were read and found bad
+    checkpoint_step: int | None = None  # newest committed by this attempt
+    ranks: tuple[RankReport, ...] = ()  # as last seen, so that a report can be given while agents are away
+    end: EndRequest | None = None
+    events: tuple[GroupEvent, ...] = ()
+    next_seq: int = 1
+    started_at: float | None = None
+    outcome: Outcome | None = None
+    reason: str = ""
+    message: str = ""
+    ended_at: float | None = None
+
+    def go(self, doing: Doing, now: float) -> Group:
+        return replace(self, doing=doing, since=now)
+
+    def say(self, now: float, reason: str, message: str, rank: int | None = None) -> Group:
+        event = GroupEvent(self.next_seq, now, reason, message, self.generation if self.generation >= 0 else None, rank)
+        return replace(self, events=(*self.events, event)[-KEPT_EVENTS:], next_seq=self.next_seq + 1)
+
+    def close(self, now: float, outcome: Outcome, reason: str, message: str) -> Group:
+        """The outcome is known; what is left must still be ended."""
+        return replace(self.go(Doing.CLOSING, now), outcome=outcome, reason=reason, message=message)
+
+    @property
+    def first(self) -> bool:
+        """No generation of this attempt has trained yet."""
+        return self.started_at is None
+
+    @property
+    def shown(self) -> tuple[GroupPhase, str]:
+        """Phase and reason for the report."""
+        if self.doing == Doing.TRAINING:
+            if self.training:
+                return GroupPhase.RUNNING, "Training"
+            return (GroupPhase.STARTING if self.first else GroupPhase.RECOVERING), "WaitingForFirstStep"
+        at_first, later, reason = SHOWN[self.doing]
+        return (at_first if self.first and self.recovery is None else later), reason
+
+
+def new_group(spec: GroupSpec, now: float) -> Group:
+    """The state of a group that does not exist yet."""
+    return Group(
+        spec, Doing.PLACING, now, spec.first_generation - 1, failures=spec.prior_failures, best_step=spec.prior_best_step, attached=False
+    )
+
+
+@dataclass(frozen=True)
+class AgentSeen:
+    """One agent as the coordinator sees it. ``missing_since`` is set while it does not answer; ``died``: Ray says that its process ended."""
+
+    index: int
+    status: AgentStatus | None
+    missing_since: float | None = None
+    died: bool = False
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One observation. ``catalog``: checkpoints in storage, newest first; None: not read for this recovery yet."""
+
+    agents: tuple[AgentSeen, ...]
+    catalog: tuple[CheckpointFound, ...] | None = None
+    catalog_problem: str | None = None
+    final_saved: bool = False
+    end: EndRequest | None = None
+
+
+@dataclass(frozen=True)
+class StopRanks:
+    """SIGKILL to every process of every rank up to ``generation``."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class TerminateRanks:
+    """SIGTERM to each rank's main process, once."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Fork the ranks of ``generation``. ``await_step``: the first step that would be new."""
+
+    generation: int
+    restore: RestoreOrder
+    await_step: int
+
+
+@dataclass(frozen=True)
+class ReadCatalog:
+    pass
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Every agent reads and verifies this checkpoint into shared memory."""
+
+    url: str
+
+
+@dataclass(frozen=True)
+class SaveFinal:
+    """Write the newest snapshot of all ranks to storage."""
+
+    generation: int
+
+
+Action = StopRanks | TerminateRanks | Launch | ReadCatalog | Stage | SaveFinal
+
+
+@dataclass(frozen=True)
+class Decision:
+    """``reason`` is why, as a stable token; ``look_again_at`` when to decide anew even if nothing changes."""
+
+    group: Group
+    actions: tuple[Action, ...]
+    reason: str
+    look_again_at: float | None = None

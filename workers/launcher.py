@@ -1,0 +1,230 @@
+"""The launcher: a warm interpreter from which ranks are forked. Run as ``python -P -m workers.launcher <socket fd> <config file>``.
+
+Invariants: one thread, no Ray, no CUDA, no OpenMP or autograd threads, so that a fork is a clean start. It is the child subreaper of its
+ranks, so every process that a rank ever makes ends up as a child here once its parents are gone, and ``end_all`` can end the whole tree
+without guessing. When its socket to the agent closes, it ends all and itself: nothing outlives the agent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PRELOAD: dict[str, tuple[str, ...]] = {
+    "pytorch": (
+        "torch",
+        "torch.optim",
+        "torch._dynamo",
+        "torch.distributed",
+        "torch.nn.parallel",
+        "torch.utils.data",
+        "safetensors",
+        "workers.frameworks.torch",
+        "workers.run",
+    ),
+    "tensorflow": ("tensorflow", "keras", "safetensors", "workers.frameworks.tensorflow", "workers.run", "workers.keras"),
+    "jax": ("jax", "jax.numpy", "workers.run"),
+    "plain": (),
+}
+MESSAGE_BYTES = 131_072  # largest message on the socket
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_STUCK_S = 5.0  # a killed process that is still there after this long is in the kernel's hands
+
+
+@dataclass(frozen=True)
+class Child:
+    """What a fork is to become; returned by ``serve`` in the child only."""
+
+    role: str  # "rank" | "store"
+    order: dict[str, Any]
+    fd: int  # the rank's log pipe, or the pipe on which the store says its port
+
+
+@dataclass
+class Launcher:
+    """The parent's view: its socket to the agent and its direct children."""
+
+    link: socket.socket
+    ranks: dict[int, int] = field(default_factory=dict)  # pid -> rank
+    stores: dict[int, int] = field(default_factory=dict)  # pid -> generation
+
+    def serve(self) -> Child | None:
+        """Answer orders until the socket closes (None), or return in a child with what it shall be."""
+        waker, wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.link, selectors.EVENT_READ)
+            selector.register(waker, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    if key.fd == waker:
+                        with contextlib.suppress(BlockingIOError):
+                            os.read(waker, 4096)
+                        self.reap()
+                        continue
+                    data, fds, _, _ = socket.recv_fds(self.link, MESSAGE_BYTES, 4)
+                    if not data:
+                        self.end_all(keep_stores_after=None)
+                        return None
+                    child = self.obey(json.loads(data), fds)
+                    if child is not None:
+                        return child
+
+    def obey(self, order: dict[str, Any], fds: list[int]) -> Child | None:
+        match order["op"]:
+            case "rank":
+                return self.fork_rank(order, fds[0])
+            case "store":
+                return self.fork_store(order)
+            case "kill":
+                stuck = self.end_all(keep_stores_after=order["generation"])
+                self.say(op="killed", generation=order["generation"], stuck=stuck)
+        return None
+
+    def fork_rank(self, order: dict[str, Any], log: int) -> Child | None:
+        pid = os.fork()
+        if pid == 0:
+            return Child("rank", order, log)
+        os.close(log)
+        self.ranks[pid] = order["rank"]
+        self.say(op="forked", rank=order["rank"], generation=order["generation"], pid=pid)
+        return None
+
+    def fork_store(self, order: dict[str, Any]) -> Child | None:
+        here, there = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(here)
+            return Child("store", order, there)
+        os.close(there)
+        self.stores[pid] = order["generation"]
+        with os.fdopen(here, "rb") as answer:  # a few ms: the fork listens on port 0 and says which it got
+            port = int(answer.readline() or b"0")
+        self.say(op="store", generation=order["generation"], port=port)
+        return None
+
+    def reap(self) -> None:
+        """Collect every child that ended; adopted orphans too, so that no zombie stays."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self.ranks:
+                rank = self.ranks.pop(pid)
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)  # data loader workers and other children end with their rank
+                self.say(op="exited", rank=rank, pid=pid, at=time.time(), code=os.waitstatus_to_exitcode(status))
+            self.stores.pop(pid, None)
+
+    def end_all(self, keep_stores_after: int | None) -> list[int]:
+        """SIGKILL every descendant but stores of a generation later than ``keep_stores_after`` (None: those too); returns pids that would not go."""
+        deadline = time.monotonic() + _STUCK_S
+        for pid in list(self.ranks):
+            with contextlib.suppress(ProcessLookupError):  # a fork that has not made its session yet is ended by its pid below
+                os.killpg(pid, signal.SIGKILL)
+        while True:
+            kept = {p for p, g in self.stores.items() if keep_stores_after is not None and g > keep_stores_after}
+            left = [pid for pid in _children() if pid not in kept]
+            if not left or time.monotonic() > deadline:
+                return left
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.reap()
+            time.sleep(0.001)
+
+    def say(self, **message: Any) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.link.send(json.dumps(message).encode())
+
+
+def _children() -> list[int]:
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return [int(pid) for pid in file.read().split()]
+
+
+def prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def become_subreaper() -> None:
+    """Orphans below this process become its children instead of init's."""
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with(parent: int) -> None:
+    """SIGKILL for this process when ``parent`` ends; at once if it has ended already."""
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def preload(framework: str) -> str | None:
+    """Import what the framework's ranks need; a sentence when that fails."""
+    for name in PRELOAD[framework]:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            return f"cannot import {name} for framework {framework}: {error}; install keepstep[{framework.replace('pytorch', 'torch')}] on this node"
+    return None
+
+
+def serve_store(order: dict[str, Any], answer: int) -> None:
+    """Serve the rendezvous store of one generation until killed; it listens before any rank starts, so no rank waits in a connect back-off."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore(order["host"], 0, is_master=True, wait_for_workers=False)
+    os.write(answer, f"{store.port}\n".encode())
+    os.close(answer)
+    while True:
+        signal.pause()
+
+
+def main() -> None:
+    agent = os.getppid()
+    link = socket.socket(fileno=int(sys.argv[1]))
+    link.set_inheritable(False)
+    config = json.loads(Path(sys.argv[2]).read_text())
+    die_with(agent)
+    become_subreaper()
+    started = time.monotonic()
+    problem = preload(config["framework"])
+    gc.collect()
+    gc.freeze()  # forks share these pages; the collector must not touch them
+    launcher = Launcher(link)
+    launcher.say(op="ready", seconds=time.monotonic() - started, problem=problem)
+    parent = os.getpid()
+    child = launcher.serve()
+    if child is None:
+        return
+    # Only a child gets here, with the stack of the parent's loop unwound.
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    link.close()
+    die_with(parent)
+    if child.role == "store":
+        os.setsid()
+        serve_store(child.order, child.fd)
+    from workers.rank import run_rank
+
+    sys.exit(run_rank(config, child.order, child.fd))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""What a forked process does to become a rank: session, log pipe, environment, board; then the user's command as ``__main__``.
+
+Invariants: nothing of the launcher but imported modules is visible to user code; an uncaught exception is left as text in
+``error-<rank>.json`` before the process ends; the exit code is the one that a plain interpreter would give.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import runpy
+import signal
+import sys
+import traceback
+import types
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from workers.board import Board
+from workers.messages import ErrorReport
+
+DRILL_EXIT_SIGNAL = signal.SIGRTMIN + 1  # its handler is libc's _exit, so the process ends with this number as exit code
+TRACEBACK_BYTES = 16_384
+
+
+def run_rank(config: dict[str, Any], order: dict[str, Any], log: int) -> int:
+    """Run the command of ``config`` with the environment of ``order``; returns the exit code, or never where the command is executed."""
+    os.setsid()
+    _take_streams(log)
+    os.environ.update(order["env"])
+    shm = Path(config["shm"])
+    rank = int(order["rank"])
+    board = Board.create(shm / f"board-{rank}", order["generation"], os.getpid())
+    os.chdir(config["cwd"])
+    _arm_exit_drill()
+    if "numpy" in sys.modules:  # every process starts with entropy of its own, as without a fork
+        sys.modules["numpy"].random.seed()
+    error_file = shm / f"error-{rank}.json"
+    command: list[str] = config["command"]
+    program = parse_python(command)
+    if program is None:
+        return _execute(command, error_file)
+    try:
+        program.run()
+    except SystemExit as stop:
+        return _exit_code(stop)
+    except BaseException as error:
+        _report(error, error_file, config["cwd"])
+        board.failed()
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+class PythonProgram:
+    """A script or module that runs in the forked interpreter."""
+
+    def __init__(self, argv: list[str], module: bool) -> None:
+        self.argv = argv
+        self.module = module
+
+    def run(self) -> None:
+        sys.argv = list(self.argv)
+        if self.module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(self.argv[0], run_name="__main__", alter_sys=True)
+            return
+        path = self.argv[0]
+        if os.path.isdir(path) or path.endswith((".zip", ".pyz")):
+            runpy.run_path(path, run_name="__main__")
+            return
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+        with open(path, "rb") as file:
+            source = file.read()
+        # A real module under the name __main__ that stays: pickling and multiprocessing look their classes up there.
+        main = types.ModuleType("__main__")
+        main.__dict__.update(__file__=path, __builtins__=__builtins__, __cached__=None)
+        sys.modules["__main__"] = main
+        exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
+
+
+def parse_python(command: list[str]) -> PythonProgram | None:
+    """The program when ``command`` is [python, (-u,) script.py, ...] or [python, -m, module, ...]; None: execute it as it is."""
+    if os.path.basename(command[0]) not in ("python", "python3") or ("/" in command[0] and command[0] != sys.executable):
+        return None
+    rest = command[2:] if command[1:2] == ["-u"] else command[1:]
+    if len(rest) >= 2 and rest[0] == "-m":
+        return PythonProgram(rest[1:], module=True)
+    if rest and not rest[0].startswith("-"):
+        return PythonProgram(rest, module=False)
+    return None
+
+
+def _take_streams(log: int) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    for fd in (null, log):
+        if fd > 2:
+            os.close(fd)
+    sys.stdin = open(0, closefd=False)
+    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def _arm_exit_drill() -> None:
+    """C-level handler: works while Python is stuck, and gives a true exit code."""
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    libc.signal(DRILL_EXIT_SIGNAL, ctypes.cast(libc._exit, ctypes.c_void_p))
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _execute(command: list[str], error_file: Path) -> int:
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        message = f"cannot execute {command[0]!r}: {error.strerror}"
+        print(message, file=sys.stderr, flush=True)
+        _write(error_file, ErrorReport(type(error).__name__, message, message, f"command {command[0]!r}"))
+        return 126 if isinstance(error, PermissionError) else 127
+
+
+def _exit_code(stop: SystemExit) -> int:
+    """As the interpreter does: None is 0, a number is itself, anything else is printed and 1."""
+    if stop.code is None:
+        return 0
+    if isinstance(stop.code, int):
+        return stop.code
+    print(stop.code, file=sys.stderr, flush=True)
+    return 1
+
+
+def _report(error: BaseException, file: Path, cwd: str) -> None:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    error.__traceback__ = trace
+    try:
+        text = "".join(traceback.format_exception(error))
+    except Exception:  # a __str__ or __cause__ of the user's class may itself raise
+        text = f"{type(error).__qualname__} (its text cannot be made)\n" + "".join(traceback.format_tb(trace))
+    with contextlib.suppress(Exception):
+        sys.excepthook(type(error), error, trace)
+    sys.stderr.flush()
+    try:
+        message = str(error)
+    except Exception:
+        message = "(no text: __str__ raised)"
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    _write(file, ErrorReport(name, message[:4096], text[-TRACEBACK_BYTES:], _place(error, cwd)))
+
+
+def _place(error: BaseException, cwd: str) -> str:
+    """Innermost frame of the user's own code, else the innermost frame."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{os.path.basename(error.filename)}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if os.path.abspath(f.filename).startswith(cwd) and "site-packages" not in f.filename]
+    if not frames:
+        return "before the first line"
+    frame = (own or frames)[-1]
+    return f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
+
+
+def _write(file: Path, report: ErrorReport) -> None:
+    fresh = file.with_suffix(".new")
+    fresh.write_text(json.dumps(asdict(report)))
+    os.replace(fresh, file)

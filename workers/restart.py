@@ -1,0 +1,475 @@
+"""PURE: what a coordinator does next. ``decide(group, seen, now)`` gives the new state, actions, a reason and when to look again.
+
+Invariants: acts on state, never on a message; actions are idempotent and repeated until their effect is seen; a generation is launched
+only when no process of an earlier one lives on any node; an outcome, once given, never changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from workers.group import (
+    AgentSeen,
+    Decision,
+    Doing,
+    Group,
+    Launch,
+    ReadCatalog,
+    Recovery,
+    SaveFinal,
+    Seen,
+    Stage,
+    StopRanks,
+    TerminateRanks,
+)
+from workers.messages import CheckpointFound, Failure, FailureClass, Incident, Outcome, RankPhase, RankReport, RestoreOrder, Source
+from workers.verdict import Verdict, judge, judge_hang, only_secondary
+
+CULPRIT_S = 0.3  # how long to wait for the culprit while only consequences were seen
+AGENT_RETURN_S = 45.0  # a dead agent process is started again by Ray within this time, else its node counts as lost
+AGENT_LOST_S = 3.0  # heartbeats missed for this long: the agent is missing
+PLACING_S = 120.0
+LAUNCH_S = 60.0
+FINAL_SAVE_S = 900.0
+QUIET_S = 1.0  # a script that has not attached this long after its launch reports no steps
+REPEAT_S = 1.0  # how often an action is repeated until its effect is seen
+HANG_FLOOR_S, HANG_FACTOR = 10.0, 5.0
+# Same failure without a step gained: how many in a row end the job.
+NO_PROGRESS = {FailureClass.USER: 2, FailureClass.OUT_OF_MEMORY: 2, FailureClass.UNKNOWN: 3, FailureClass.INFRASTRUCTURE: 6, FailureClass.PREEMPTION: 20}
+OOM_BUDGET = 3
+
+
+def decide(group: Group, seen: Seen, now: float) -> Decision:
+    """One decision. ``now`` is Unix time in seconds."""
+    group = _remember(group, seen)
+    if seen.end is not None and group.end is None and group.doing not in (Doing.CLOSING, Doing.ENDED):
+        group = replace(group, end=seen.end)
+    if group.end is not None and group.doing in _ENDS_AT_ONCE:
+        group = group.say(now, "EndRequested", "no rank runs: ending at once").close(now, Outcome.STOPPED, "Stopped", "ended on request")
+    return _HANDLERS[group.doing](group, seen, now)
+
+
+def _remember(group: Group, seen: Seen) -> Group:
+    """Keep the newest rank reports and the best step."""
+    ranks = _ranks(group, seen)
+    if not ranks:
+        return group
+    steps = [r.step for r in ranks if r.step]
+    best = max([*steps, group.best_step or 0]) or None
+    attached = group.attached or any(r.attached for r in ranks)
+    return replace(group, ranks=ranks, best_step=best, attached=attached)
+
+
+def _ranks(group: Group, seen: Seen) -> tuple[RankReport, ...]:
+    """Reports of the ranks of the current generation, by rank."""
+    found = [r for a in seen.agents if a.status for r in a.status.ranks if r.generation == group.generation]
+    return tuple(sorted(found, key=lambda r: r.rank))
+
+
+def _place(group: Group, seen: Seen, now: float) -> Decision:
+    if all(a.status is not None and a.missing_since is None for a in seen.agents):
+        return decide(group.go(Doing.WARMING, now), seen, now)
+    if now - group.since > PLACING_S:
+        silent = [a.index for a in seen.agents if a.status is None or a.missing_since is not None]
+        return _lost(group, now, "PlacingTimeout", f"agents {silent} did not answer within {PLACING_S:.0f} s")
+    return Decision(group, (), "WaitingForAgents", group.since + PLACING_S)
+
+
+def _warm(group: Group, seen: Seen, now: float) -> Decision:
+    gone = _gone(seen, now)
+    if gone and now - group.since > AGENT_RETURN_S:
+        return _lost(group, now, "NodeLost", f"agent {gone[0].index} on node {_node(group, gone[0].index)} is gone")
+    problems = [(a.index, a.status.problem) for a in seen.agents if a.status and a.status.problem]
+    if problems:
+        index, problem = problems[0]
+        return _stop_for(group, now, _start_problem(index, problem or "", now))
+    if not gone and all(a.status is not None and a.status.ready for a in seen.agents):
+        return decide(group.go(Doing.LOCATING, now), seen, now)
+    if now - group.since > group.spec.start_s:
+        verdict = Verdict(
+            FailureClass.UNKNOWN, "start_timeout", None, f"nodes were not ready within start_s = {group.spec.start_s:.0f} s", "start_timeout", now
+        )
+        return _stop_for(group, now, verdict)
+    return Decision(group, (), "Warming", now + REPEAT_S)
+
+
+def _start_problem(index: int, problem: str, now: float) -> Verdict:
+    return Verdict(FailureClass.USER, "cannot_start", None, f"node {index} cannot start the command: {problem}", f"cannot_start {problem}", now)
+
+
+def newest_in_memory(group: Group, seen: Seen) -> int | None:
+    """Newest step whose snapshot is complete and valid for every rank, each on its own node."""
+    held: dict[int, set[int]] = {}
+    for agent in seen.agents:
+        for h in agent.status.holdings if agent.status else ():
+            if h.valid:
+                held.setdefault(h.rank, set()).add(h.step)
+    if len(held) < group.spec.world_size:
+        return None
+    return max(set.intersection(*held.values()), default=None)
+
+
+def _locate(group: Group, seen: Seen, now: float) -> Decision:
+    if _gone(seen, now):
+        return decide(group.go(Doing.WARMING, now), seen, now)
+    if not all(a.status and a.status.stopped for a in seen.agents):
+        return Decision(group, (StopRanks(group.generation),), "StoppingRanks", now + REPEAT_S)
+    memory = newest_in_memory(group, seen)
+    if memory is not None and memory >= (group.checkpoint_step or 0):
+        return _launch_from(group, seen, now, RestoreOrder(Source.MEMORY, memory))
+    if seen.catalog is None:
+        if seen.catalog_problem is not None and now - group.since > LAUNCH_S:
+            return _lost(group, now, "StorageUnavailable", f"storage cannot be read: {seen.catalog_problem}")
+        return Decision(group, (ReadCatalog(),), "ReadingCatalog", now + REPEAT_S)
+    bad = {c.url for c in group.excluded}
+    usable = [c for c in seen.catalog if c.problem is None and c.url not in bad]
+    if memory is not None and not any(c.step > memory for c in usable):
+        return _launch_from(group, seen, now, RestoreOrder(Source.MEMORY, memory))
+    if usable:
+        newest = usable[0]
+        skipped = [c for c in seen.catalog if c.problem is not None and c.step > newest.step and c.url not in bad]
+        for c in skipped:
+            group = group.say(now, "CheckpointSkipped", f"step {c.step} at {c.url} cannot be used: {c.problem}")
+        group = replace(group, excluded=group.excluded + tuple(skipped), restore=RestoreOrder(Source.STORAGE, newest.step, newest.url))
+        return decide(group.go(Doing.STAGING, now), seen, now)
+    complete_but_bad = [*group.excluded, *[c for c in seen.catalog if c.problem is not None and c.url not in bad]]
+    if complete_but_bad:
+        listed = "; ".join(f"step {c.step}: {c.problem}" for c in complete_but_bad[:10])
+        return _close(group, now, Outcome.FAILED, "NoValidCheckpoint", f"no checkpoint can be restored, and starting from zero would lose all steps: {listed}")
+    if group.best_step:
+        group = group.say(now, "StartedFromZero", f"no snapshot and no checkpoint exists; {group.best_step} steps are done again")
+    return _launch_from(group, seen, now, RestoreOrder(Source.NONE, 0))
+
+
+def _stage(group: Group, seen: Seen, now: float) -> Decision:
+    assert group.restore is not None
+    assert group.restore.url is not None
+    url = group.restore.url
+    if _gone(seen, now):
+        return decide(group.go(Doing.WARMING, now), seen, now)
+    answers = {a.index: a.status.staged[url] for a in seen.agents if a.status and url in a.status.staged}
+    problems = [p for p in answers.values() if p is not None]
+    if problems:
+        group = group.say(now, "CheckpointSkipped", f"step {group.restore.step} at {url} cannot be used: {problems[0]}")
+        bad = CheckpointFound(url, group.restore.step, problems[0])
+        return decide(replace(group.go(Doing.LOCATING, now), excluded=(*group.excluded, bad)), seen, now)
+    if len(answers) == len(seen.agents):
+        return _launch_from(group, seen, now, group.restore)
+    return Decision(group, (Stage(url),), "ReadingCheckpoint", now + REPEAT_S)
+
+
+def _launch_from(group: Group, seen: Seen, now: float, restore: RestoreOrder) -> Decision:
+    recovery = group.recovery
+    if recovery is not None:
+        incident = recovery.incident
+        lost = None if incident.last_step is None else max(0, incident.last_step - restore.step)
+        resumed = restore.step if incident.last_step is not None else None
+        source = restore.source if incident.last_step is not None else Source.NONE
+        recovery = replace(recovery, incident=replace(incident, restored_from=source, resumed_step=resumed, lost_steps=lost))
+    elif restore.source == Source.STORAGE:
+        group = group.say(now, "Restoring", f"resuming from the checkpoint of step {restore.step}")
+    group = replace(
+        group.go(Doing.LAUNCHING, now),
+        generation=group.generation + 1,
+        restore=restore,
+        recovery=recovery,
+        training=False,
+        incarnations={a.index: a.status.incarnation for a in seen.agents if a.status},
+    )
+    return _launch(group, seen, now)
+
+
+def _launch(group: Group, seen: Seen, now: float) -> Decision:
+    assert group.restore is not None
+    away = _changed(group, seen, now)
+    if away is not None:
+        return _fail(group, seen, now, _agent_verdict(group, away, now))
+    if all(a.status and a.status.generation == group.generation for a in seen.agents):
+        return decide(group.go(Doing.TRAINING, now), seen, now)
+    problems = [(a.index, a.status.problem) for a in seen.agents if a.status and a.status.problem]
+    if problems:
+        return _fail(group, seen, now, _start_problem(problems[0][0], problems[0][1] or "", now))
+    if now - group.since > LAUNCH_S:
+        evidence = f"not every agent launched its ranks within {LAUNCH_S:.0f} s"
+        return _fail(group, seen, now, Verdict(FailureClass.INFRASTRUCTURE, "launch_timeout", None, evidence, "launch_timeout", now))
+    await_step = max(group.best_step or 0, group.restore.step) + 1
+    return Decision(group, (Launch(group.generation, group.restore, await_step),), "Launching", now + REPEAT_S)
+
+
+def _train(group: Group, seen: Seen, now: float) -> Decision:
+    ranks = _ranks(group, seen)
+    if group.end is not None and any(r.ended_at is None for r in ranks):
+        group = group.say(now, "EndRequested", f"SIGTERM to all ranks, SIGKILL after {group.end.grace_s:.0f} s").go(Doing.ENDING, now)
+        return Decision(group, (TerminateRanks(group.generation),), "EndRequested", now + group.end.grace_s)
+    away = _changed(group, seen, now)
+    verdict = judge(ranks)
+    if verdict is not None:
+        if away is None and only_secondary(ranks) and now - verdict.at < CULPRIT_S:
+            return Decision(group, (), "WaitingForCulprit", verdict.at + CULPRIT_S)
+        return _fail(group, seen, now, verdict)
+    if away is not None:
+        return _fail(group, seen, now, _agent_verdict(group, away, now))
+    if len(ranks) == group.spec.world_size and all(r.exit_code == 0 for r in ranks):
+        if not group.training:
+            group = _now_training(group, ranks, now)
+        return decide(group.go(Doing.FINISHING, now), seen, now)
+    hang, hang_at = _hang(group, ranks, now)
+    if hang is not None:
+        return _fail(group, seen, now, hang)
+    if not group.training:
+        ready_at = _training_since(group, ranks, now)
+        if ready_at is not None and ready_at <= now:
+            group = _now_training(group, ranks, now)
+        else:
+            return Decision(group, (), "WaitingForFirstStep", min(t for t in (ready_at, hang_at, now + 60.0) if t is not None))
+    return Decision(group, (), "Training", hang_at)
+
+
+def _training_since(group: Group, ranks: tuple[RankReport, ...], now: float) -> float | None:
+    """When the generation counts as training: its first new step, or for a script without steps a quiet moment after the launch."""
+    if len(ranks) < group.spec.world_size:
+        return None
+    new_steps = [r.new_step_at for r in ranks]
+    if all(t is not None for t in new_steps):
+        return max(t for t in new_steps if t is not None)
+    if group.attached or any(r.attached for r in ranks):
+        return None
+    launched = max(r.started_at or now for r in ranks)
+    return launched if group.recovery is not None else launched + QUIET_S
+
+
+def _now_training(group: Group, ranks: tuple[RankReport, ...], now: float) -> Group:
+    if group.first:
+        step_said = "first step finished" if group.attached else "script runs (it reports no steps)"
+        group = replace(group, started_at=now).say(now, "Training", f"generation {group.generation}: {step_said}")
+    if group.recovery is not None:
+        incident = _closed(group.recovery, ranks, now)
+        steps = "" if incident.lost_steps is None else f", {incident.lost_steps} steps lost"
+        message = f"{incident.cause}: recovered in {incident.recovery_seconds:.3f} s from {incident.restored_from}{steps}"
+        group = _put(group, incident).say(now, "Recovered", message, incident.blamed_rank)
+        group = replace(group, recovery=None)
+    return replace(group, training=True)
+
+
+def _closed(recovery: Recovery, ranks: tuple[RankReport, ...], now: float) -> Incident:
+    """The incident with its phases: each ends where the next begins, so they add up to the recovery time."""
+    incident = recovery.incident
+    stopped = recovery.stopped_at or recovery.decided_at
+    launched = max(r.started_at or now for r in ranks)
+    marks = [("detect", incident.at, recovery.decided_at), ("stop", recovery.decided_at, stopped), ("launch", stopped, launched)]
+    end = launched
+    if all(r.new_step_at is not None for r in ranks):
+        restored = max(r.restored_at or launched for r in ranks)
+        end = max(r.new_step_at or now for r in ranks)
+        marks += [("restore", launched, restored), ("first_step", restored, end)]
+    phases = {name: round(max(0.0, to - since) * 1000, 3) for name, since, to in marks}
+    return replace(incident, phases_ms=phases, recovered_at=end, recovery_seconds=round(max(0.0, end - incident.at), 6))
+
+
+def _hang(group: Group, ranks: tuple[RankReport, ...], now: float) -> tuple[Verdict | None, float | None]:
+    """A verdict when no rank made a step for too long, and when that would be. Scripts that report no steps are left alone."""
+    alive = [r for r in ranks if r.ended_at is None]
+    if not alive or not any(r.attached for r in ranks):
+        return None, None
+    limit = max(_silence_limit(group, r) for r in alive)
+    since = max(max(r.step_at or 0.0, r.phase_at or 0.0, r.started_at or 0.0) for r in ranks)
+    if now - since > limit:
+        return judge_hang(ranks, now - since, limit), None
+    return None, since + limit + 0.05
+
+
+def _silence_limit(group: Group, rank: RankReport) -> float:
+    if rank.step is None or rank.phase in (RankPhase.START, RankPhase.RESTORE, RankPhase.COMPILE, RankPhase.EVAL, RankPhase.SAVE):
+        return group.spec.start_s
+    if group.spec.hang_s is not None:
+        return group.spec.hang_s
+    return max(HANG_FLOOR_S, HANG_FACTOR * (rank.step_p99 or 0.0))
+
+
+def _gone(seen: Seen, now: float) -> list[AgentSeen]:
+    """Agents whose process ended, or that missed their heartbeats for too long."""
+    return [a for a in seen.agents if a.died or (a.missing_since is not None and now - a.missing_since >= AGENT_LOST_S)]
+
+
+def _changed(group: Group, seen: Seen, now: float) -> AgentSeen | None:
+    """The first agent that is gone or is another process than the one that launched this generation."""
+    gone = _gone(seen, now)
+    if gone:
+        return gone[0]
+    return next((a for a in seen.agents if a.status and a.status.incarnation != group.incarnations.get(a.index)), None)
+
+
+def _node(group: Group, index: int) -> str:
+    return group.spec.nodes[index].node_id
+
+
+def _agent_verdict(group: Group, agent: AgentSeen, now: float) -> Verdict:
+    evidence = f"the agent of node {agent.index} ({_node(group, agent.index)[:12]}) is gone, its ranks with it"
+    at = min(agent.missing_since or now, now)
+    # A killed drill is known from the status that the agent left last.
+    drills = [r.drill for r in (agent.status.ranks if agent.status else ()) if r.drill]
+    return Verdict(FailureClass.INFRASTRUCTURE, "agent_lost", None, evidence, f"agent_lost {agent.index}", at, drill=drills[0] if drills else None)
+
+
+def _fail(group: Group, seen: Seen, now: float, verdict: Verdict) -> Decision:
+    """Judge against budgets: a new generation, or the end."""
+    group, stop_reason = _charge(group, now, verdict)
+    node = _blamed_node(group, seen, verdict, now)
+    action = "stop" if stop_reason else "restart_in_place"
+    then = f"job stops: {stop_reason[1]}" if stop_reason else "all ranks restart in place"
+    incident = Incident(
+        job_id=group.spec.job_id,
+        attempt=group.spec.attempt,
+        generation=group.generation,
+        at=verdict.at or now,
+        cause=verdict.cause,
+        kind=verdict.kind,
+        message=f"{verdict.kind}: {verdict.evidence}; {then}",
+        action=action,
+        blamed_rank=verdict.rank,
+        blamed_node=node,
+        exit_code=verdict.exit_code,
+        signal=verdict.signal,
+        excerpt=verdict.excerpt[-8192:],
+        drill=verdict.drill,
+        last_step=group.best_step if group.attached else None,
+        phases_ms={"detect": round(max(0.0, now - (verdict.at or now)) * 1000, 3)},
+    )
+    group = _put(group, incident).say(now, "Failure", incident.message, verdict.rank)
+    if stop_reason:
+        return _close(group, now, Outcome.FAILED, *stop_reason)
+    group = replace(group.go(Doing.STOPPING, now), recovery=Recovery(incident, now), training=False)
+    return Decision(group, (StopRanks(group.generation),), "Failure", now + REPEAT_S)
+
+
+def _blamed_node(group: Group, seen: Seen, verdict: Verdict, now: float) -> str | None:
+    if verdict.rank is not None:
+        return next((r.node_id for r in group.ranks if r.rank == verdict.rank), None)
+    away = _changed(group, seen, now)
+    return _node(group, away.index) if away and verdict.cause == "agent_lost" else None
+
+
+def _charge(group: Group, now: float, verdict: Verdict) -> tuple[Group, tuple[str, str] | None]:
+    """Write the failure into the budget; (reason, message) when it must not restart."""
+    step = group.best_step if group.attached else None
+    failure = Failure(now, verdict.kind, verdict.cause, verdict.signature, step)
+    window = tuple(f for f in group.failures if now - f.at <= group.spec.window_s)
+    failures = (*window, failure)
+    group = replace(group, failures=failures)
+    same = 0
+    for f in reversed(failures):
+        if f.signature != failure.signature or f.step != failure.step:
+            break
+        same += 1
+    limit = NO_PROGRESS[verdict.kind]
+    knows_progress = group.attached or verdict.kind in (FailureClass.USER, FailureClass.OUT_OF_MEMORY)
+    budget = {FailureClass.USER: group.spec.max_user_errors, FailureClass.OUT_OF_MEMORY: OOM_BUDGET}.get(verdict.kind, group.spec.max_infrastructure)
+    pays = _pays_with(verdict.kind)
+    spent = sum(_pays_with(f.kind) == pays for f in failures)
+    if spent > budget:
+        if verdict.kind == FailureClass.USER:
+            return group, ("UserError", f"{verdict.evidence} (max_user_errors = {budget})")
+        return group, ("BudgetSpent", f"{spent} failures within {group.spec.window_s / 3600:g} h, the budget is {budget}; last: {verdict.evidence}")
+    if same >= limit and knows_progress:
+        return group, ("NoProgress", f"the same failure {same} times in a row without a step gained: {verdict.evidence}")
+    return group, None
+
+
+def _pays_with(kind: FailureClass) -> FailureClass:
+    """Unknown failures and preemptions draw on the infrastructure budget."""
+    return kind if kind in (FailureClass.USER, FailureClass.OUT_OF_MEMORY) else FailureClass.INFRASTRUCTURE
+
+
+def _stop_for(group: Group, now: float, verdict: Verdict) -> Decision:
+    """A failure before any launch: there is nothing to restart."""
+    incident = Incident(
+        group.spec.job_id, group.spec.attempt, group.generation, now, verdict.cause, verdict.kind, f"{verdict.kind}: {verdict.evidence}; job stops", "stop"
+    )
+    reason = "UserError" if verdict.kind == FailureClass.USER else "StartTimeout"
+    group = _put(group, incident).say(now, "Failure", incident.message)
+    return _close(group, now, Outcome.FAILED, reason, verdict.evidence)
+
+
+def _put(group: Group, incident: Incident) -> Group:
+    others = tuple(i for i in group.incidents if i.generation != incident.generation)
+    return replace(group, incidents=(*others, incident)[-50:])
+
+
+def _stop(group: Group, seen: Seen, now: float) -> Decision:
+    """Ranks are being ended; a dead agent is awaited."""
+    gone = _gone(seen, now)
+    if gone and now - group.since > AGENT_RETURN_S:
+        return _lost(group, now, "NodeLost", f"agent {gone[0].index} on node {_node(group, gone[0].index)} did not come back within {AGENT_RETURN_S:.0f} s")
+    if gone or not all(a.status and a.status.stopped for a in seen.agents):
+        return Decision(group, (StopRanks(group.generation),), "StoppingRanks", now + REPEAT_S)
+    if group.recovery is not None and group.recovery.stopped_at is None:
+        group = replace(group, recovery=replace(group.recovery, stopped_at=now))
+    if not all(a.status and a.status.ready for a in seen.agents):
+        return decide(group.go(Doing.WARMING, now), seen, now)
+    return decide(group.go(Doing.LOCATING, now), seen, now)
+
+
+def _finish(group: Group, seen: Seen, now: float) -> Decision:
+    if seen.final_saved:
+        return _close(group, now, Outcome.SUCCEEDED, "Completed", f"all {group.spec.world_size} ranks ended with 0")
+    if now - group.since > FINAL_SAVE_S:
+        group = group.say(now, "FinalCheckpointFailed", f"not written within {FINAL_SAVE_S:.0f} s")
+        return _close(group, now, Outcome.SUCCEEDED, "Completed", "all ranks ended with 0, the final checkpoint could not be written")
+    return Decision(group, (SaveFinal(group.generation),), "WritingFinalCheckpoint", now + REPEAT_S)
+
+
+def _end(group: Group, seen: Seen, now: float) -> Decision:
+    assert group.end is not None
+    ranks = _ranks(group, seen)
+    all_ended = all(r.ended_at is not None for r in ranks)
+    if all_ended or now >= group.since + group.end.grace_s:
+        how = "all ranks ended within the grace" if all_ended else f"SIGKILL after {group.end.grace_s:.0f} s of grace"
+        return _close(group.say(now, "GraceOver", how), now, Outcome.STOPPED, "Stopped", "ended on request")
+    return Decision(group, (TerminateRanks(group.generation),), "GraceRunning", min(now + REPEAT_S, group.since + group.end.grace_s))
+
+
+def _lost(group: Group, now: float, reason: str, message: str) -> Decision:
+    if group.recovery is not None:
+        group = _put(group, replace(group.recovery.incident, action="relaunch"))
+    return _close(group.say(now, reason, message), now, Outcome.LOST, reason, message)
+
+
+def _close(group: Group, now: float, outcome: Outcome, reason: str, message: str) -> Decision:
+    group = group.close(now, outcome, reason, message)
+    return Decision(group, (StopRanks(group.generation),), reason, now + REPEAT_S)
+
+
+def _closing(group: Group, seen: Seen, now: float) -> Decision:
+    present = [a for a in seen.agents if a.status is not None and a not in _gone(seen, now)]
+    if all(a.status and a.status.stopped for a in present):
+        assert group.outcome is not None
+        group = replace(group.go(Doing.ENDED, now), ended_at=_ended_at(group, now))
+        return Decision(group.say(now, group.outcome.capitalize(), group.message), (), group.reason)
+    return Decision(group, (StopRanks(group.generation),), "StoppingRanks", now + REPEAT_S)
+
+
+def _ended_at(group: Group, now: float) -> float:
+    """When the last rank ended, which may be long before a returning control plane hears of it."""
+    ends = [r.ended_at for r in group.ranks if r.ended_at is not None]
+    return max(ends) if ends and len(ends) == len(group.ranks) else now
+
+
+def _ended(group: Group, seen: Seen, now: float) -> Decision:
+    return Decision(group, (), group.reason)
+
+
+_ENDS_AT_ONCE = frozenset({Doing.PLACING, Doing.WARMING, Doing.LOCATING, Doing.STAGING, Doing.LAUNCHING, Doing.STOPPING})
+_HANDLERS: dict[Doing, Callable[[Group, Seen, float], Decision]] = {
+    Doing.PLACING: _place,
+    Doing.WARMING: _warm,
+    Doing.LOCATING: _locate,
+    Doing.STAGING: _stage,
+    Doing.LAUNCHING: _launch,
+    Doing.TRAINING: _train,
+    Doing.STOPPING: _stop,
+    Doing.FINISHING: _finish,
+    Doing.ENDING: _end,
+    Doing.CLOSING: _closing,
+    Doing.ENDED: _ended,
+}
