@@ -40,8 +40,9 @@ class Decision:
 
     def job_is(self, state: JobState, reason: Reason | str, message: str, **facts: Any) -> None:
         """The job's state from now on; it may be the old one with a new reason or message."""
-        if not allowed(self.job.state, state):
-            raise AssertionError(f"{self.job.id}: {self.job.state} must not become {state} ({reason}: {message})")
+        old = self._before[0].state  # one decision makes at most one transition, for that is what the rows show
+        if not allowed(old, state) or self.job.state not in (old, state):
+            raise AssertionError(f"{self.job.id}: {old} must not become {state} ({reason}: {message})")
         if (self.job.state, self.job.reason) != (state, str(reason)):
             self.tell(str(reason), message)
         self.job = replace(self.job, state=state, reason=str(reason), message=message, **facts)

@@ -260,9 +260,10 @@ def _remove(d: Decision, outcome: Outcome | None = None, **facts: object) -> Non
 
 def _removing(d: Decision, view: GroupView, removed: bool) -> None:
     unsettled = d.attempt.outcome not in (Outcome.SUCCEEDED, Outcome.FAILED)
-    if d.job.desired is Desired.CANCEL and unsettled and not d.job.state.final:
+    cancelled_late = d.job.desired is Desired.CANCEL and unsettled and not d.job.state.final and d.job.state is not JobState.CANCELLING
+    if cancelled_late:
         d.job_is(JobState.CANCELLING, Reason.CANCEL_REQUESTED, "cancel was requested; its resources are being removed")
-    if not (removed and view.presence is Presence.ABSENT):
+    if cancelled_late or not (removed and view.presence is Presence.ABSENT):
         d.do(RemoveGroup(d.job.id, d.attempt.number))
         return
     d.attempt_is(AttemptState.ENDED)

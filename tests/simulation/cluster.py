@@ -1,0 +1,154 @@
+"""A simulated Ray: the Groups and Nodes ports over simulated groups, with calls that get lost, come late, come twice or are not answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from orchestrator.core.model import GroupView, Node, NodeState, Presence
+from orchestrator.ports import Unavailable
+from tests.simulation.clock import Crash, Dice, SimClock
+from tests.simulation.group import SimGroup, Storage
+from workers.messages import GroupSpec
+
+Key = tuple[str, int]
+NODE_CPUS = 4.0
+
+
+class SimCluster:
+    def __init__(self, clock: SimClock, dice: Dice, nodes: int) -> None:
+        self.clock, self.dice, self.storage = clock, dice, Storage()
+        self.groups: dict[Key, SimGroup] = {}
+        self.down: set[str] = set()  # lost nodes
+        self.node_ids = [f"node{n}" for n in range(nodes)]
+        self.silent_until = 0.0  # Ray itself does not answer
+        self.late: list[tuple[float, Callable[[], None]]] = []
+        self.in_between: Callable[[], None] = lambda: None  # what others do while a pass waits for Ray
+        self.created: list[tuple[Key, bool]] = []  # (key, came late)
+        self.violations: list[str] = []
+        self.on_call: set[Key] = set()  # groups made by calls that were in time
+
+    # time
+
+    def advance(self) -> None:
+        now = self.clock.now()
+        due = [call for at, call in self.late if at <= now]
+        self.late = [(at, call) for at, call in self.late if at > now]
+        for call in due:
+            call()
+        for key in sorted(self.groups):
+            group = self.groups[key]
+            if not group.placed:
+                group.placed = self._fits(group)
+            if group.placed and any(place.node_id in self.down for place in group.spec.nodes):
+                group.node_lost(now)
+            group.advance(now)
+
+    def _fits(self, group: SimGroup) -> bool:
+        if any(place.node_id in self.down for place in group.spec.nodes):
+            return False
+        used = self._used()
+        return all(used[place.node_id] + group.spec.cpus_per_node <= NODE_CPUS + 1e-6 for place in group.spec.nodes)
+
+    def _used(self) -> dict[str, float]:
+        used = dict.fromkeys(self.node_ids, 0.0)
+        for group in self.groups.values():
+            if group.placed:
+                for place in group.spec.nodes:
+                    used[place.node_id] += group.spec.cpus_per_node
+        return used
+
+    # faults that the driver injects
+
+    def vanish(self, key: Key) -> None:
+        """Ray loses coordinator and placement group; the ranks die with them."""
+        self.groups.pop(key, None)
+
+    # ports
+
+    def nodes(self) -> tuple[Node, ...]:
+        self.in_between()
+        self._answer()
+        used = self._used()
+        return tuple(
+            Node(
+                node, node, "10.0.0.1", NodeState.UNREACHABLE if node in self.down else NodeState.READY, NODE_CPUS, 0, 64.0,
+                NODE_CPUS - used[node], 0, 64.0,
+            )
+            for node in self.node_ids
+        )  # fmt: skip
+
+    def observe(self, keys: Sequence[Key]) -> dict[Key, GroupView]:
+        self._answer()
+        return {key: self._view(key) for key in keys if not self.dice.fault(0.02)}
+
+    def _view(self, key: Key) -> GroupView:
+        group, now = self.groups.get(key), self.clock.now()
+        if group is None:
+            return GroupView(Presence.ABSENT)
+        if not group.coordinator or now < group.silent_until:
+            return GroupView(Presence.SILENT)
+        if group.history and self.dice.fault(0.05):
+            return GroupView(Presence.PRESENT, self.dice.random.choice(group.history))  # a report that was under way for long
+        return GroupView(Presence.PRESENT, group.report)
+
+    def existing(self) -> set[Key]:
+        self._answer()
+        return set(self.groups)
+
+    def create(self, spec: GroupSpec) -> None:
+        self._call(lambda late: self._create(spec, late))
+
+    def _create(self, spec: GroupSpec, late: bool) -> None:
+        key = (spec.job_id, spec.attempt)
+        if key in self.groups:
+            return
+        older = [k for k in self.groups if k[0] == spec.job_id and k in self.on_call]
+        if older and not late:
+            self.violations.append(f"{key} was made while {older} existed")
+        self.groups[key] = SimGroup(spec, self.clock.now(), self.dice, self.storage)
+        if not late:
+            self.on_call.add(key)
+
+    def end(self, job_id: str, attempt: int, grace_s: float) -> None:
+        def effect(_late: bool) -> None:
+            group = self.groups.get((job_id, attempt))
+            if group is not None and group.coordinator and self.clock.now() >= group.silent_until:
+                group.end(self.clock.now(), grace_s)
+
+        self._call(effect)
+
+    def remove(self, job_id: str, attempt: int) -> bool:
+        if self.dice.fault(0.1):
+            return False  # an agent still holds on
+        self._call(lambda _late: self._remove((job_id, attempt)))
+        return (job_id, attempt) not in self.groups
+
+    def _remove(self, key: Key) -> None:
+        self.groups.pop(key, None)
+        self.on_call.discard(key)
+
+    def drill(self, job_id: str, attempt: int, fault: str, rank: int) -> str:
+        raise ValueError("not simulated")
+
+    def _answer(self) -> None:
+        if self.clock.now() < self.silent_until or self.dice.fault(0.02):
+            raise Unavailable("Ray does not answer")
+
+    def _call(self, effect: Callable[[bool], None]) -> None:
+        """A call that changes something: done, done twice, lost, late, done but not answered, or with a crash around it."""
+        if self.dice.fault(0.02):
+            raise Crash("before the call")
+        if self.clock.now() < self.silent_until:
+            raise Unavailable("Ray does not answer")
+        if self.dice.fault(0.05):
+            self.late.append((self.clock.now() + self.dice.between(0.5, 40), lambda: effect(True)))
+            raise Unavailable("timed out; the call is still under way")
+        if self.dice.fault(0.03):
+            raise Unavailable("lost")
+        effect(False)
+        if self.dice.fault(0.05):
+            effect(False)
+        if self.dice.fault(0.03):
+            raise Unavailable("done, but the answer was lost")
+        if self.dice.fault(0.02):
+            raise Crash("after the call")

@@ -1,0 +1,194 @@
+"""One simulated run: users, faults and the real control loop over the real store, then a calm in which everything must end."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from orchestrator.adapters.db.engine import open_engine
+from orchestrator.adapters.db.store import SqlStore
+from orchestrator.adapters.db.tables import METADATA
+from orchestrator.core.group_spec import Roots
+from orchestrator.core.model import Job
+from orchestrator.core.spec import JobSpec
+from orchestrator.core.states import AttemptState, JobState
+from orchestrator.ports import Unavailable
+from orchestrator.reconciler import Reconciler
+from orchestrator.service import Refused, Service
+from tests.simulation.checks import CheckedStore, Violation, check_verdict
+from tests.simulation.clock import Crash, Dice, SimClock
+from tests.simulation.cluster import SimCluster
+from workers.messages import FailureClass
+
+ROUNDS = 60  # with faults
+CALM_S = 3 * 3600.0  # within which everything must have ended
+ROOTS = Roots("/storage/jobs", "/storage/bundles")
+KINDS = (FailureClass.INFRASTRUCTURE, FailureClass.INFRASTRUCTURE, FailureClass.UNKNOWN, FailureClass.USER)
+
+
+class Run:
+    """Everything of one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice, self.clock = Dice(seed), SimClock()
+        self.cluster = SimCluster(self.clock, self.dice, nodes=self.dice.random.randint(1, 4))
+        self.engine = open_engine("sqlite://")
+        METADATA.create_all(self.engine)
+        self.store: Any = CheckedStore(SqlStore(self.engine), self.dice, self.cluster.storage)
+        self.wake = threading.Event()
+        ids = iter(range(10**6))
+        self.service = Service(
+            self.store, self.cluster, self.cluster, self.clock, self.wake,
+            bundle_exists=lambda sha: True, new_id=lambda: f"job-{next(ids):012d}",
+        )  # fmt: skip
+        self.loops = [self._loop(), self._loop()]
+        self.cluster.in_between = self._in_between
+        self.nested = False
+        self.jobs: list[str] = []
+        self.user_errors: set[str] = set()
+        self.unforeseen = 0
+
+    def _loop(self) -> Reconciler:
+        return Reconciler(self.store, self.cluster, self.cluster, self.clock, ROOTS, self.wake, each=map)
+
+    def whole(self) -> None:
+        """Faults for a while, then calm until everything has ended; raises Violation."""
+        try:
+            for _ in range(ROUNDS):
+                self.clock.at += self.dice.between(0.05, 6)
+                self.cluster.advance()
+                self._user()
+                self._accident()
+                self._pass(self.dice.random.choice((0, 0, 0, 1)))
+                self._check_now()
+            self._calm()
+        finally:
+            self.engine.dispose()
+
+    # who does what
+
+    def _user(self) -> None:
+        if len(self.jobs) < 6 and self.dice.random.random() < 0.12:
+            self._submit()
+        if self.jobs and self.dice.fault(0.03):
+            self._cancel(self.dice.random.choice(self.jobs))
+
+    def _submit(self) -> None:
+        random = self.dice.random
+        spec = JobSpec.model_validate({
+            "name": f"job {len(self.jobs)}",
+            "framework": "plain",
+            "command": ["train", str(random.randint(10, 300))],
+            "resources": {
+                "nodes": random.randint(1, len(self.cluster.node_ids)),
+                "cpus_per_node": random.choice([1, 2, 4]),
+                "processes_per_node": random.randint(1, 2),
+            },
+            "restart": {"max_infrastructure": random.choice([0, 2, 20])},
+            "timeouts": {"start_s": 40, "grace_s": random.choice([0, 5, 20]), "run_hours": random.choice([None, None, 0.05])},
+            "priority": random.choice([50, 50, 70]),
+        })  # fmt: skip
+        try:
+            self.jobs.append(self.service.submit(spec, None, "")[0].id)
+        except Unavailable:
+            return
+
+    def _cancel(self, job_id: str) -> None:
+        try:
+            self.service.cancel(job_id, self.dice.random.choice([None, 0.0, 10.0]))
+        except Refused as refused:
+            if refused.code != "job_is_final":
+                raise
+
+    def _accident(self) -> None:
+        random, now, cluster = self.dice.random, self.clock.now(), self.cluster
+        if self.dice.fault(0.03):
+            cluster.silent_until = now + random.choice([1, 10, 90])
+        if self.dice.fault(0.04):
+            node = random.choice(cluster.node_ids)
+            cluster.down ^= {node}
+        keys = sorted(cluster.groups)
+        if not keys or not self.dice.fault(0.3):
+            return
+        key = random.choice(keys)
+        group = cluster.groups[key]
+        match random.choice(["rank", "rank", "rank", "vanish", "silent", "coordinator"]):
+            case "rank":
+                kind = random.choice(KINDS)
+                if kind is FailureClass.USER:
+                    self.user_errors.add(key[0])
+                group.rank_fails(kind, now)
+            case "vanish":
+                cluster.vanish(key)
+            case "silent":
+                group.silent_until = now + random.choice([1, 8, 120])
+            case "coordinator":
+                group.coordinator_dies(now, back_in=random.choice([1, 5, 60]))
+
+    def _in_between(self) -> None:
+        """While one pass waits for Ray: another reconciler makes a whole pass, or a user cancels."""
+        if self.nested or not self.dice.faults:
+            return
+        self.nested = True
+        try:
+            if self.dice.fault(0.08):
+                self._pass(1)
+            if self.jobs and self.dice.fault(0.03):
+                self._cancel(self.dice.random.choice(self.jobs))
+        finally:
+            self.nested = False
+
+    def _pass(self, which: int) -> None:
+        loop = self.loops[which]
+        try:
+            loop.once()
+        except Unavailable:
+            pass
+        except Crash:
+            self.loops[which] = self._loop()
+        self.unforeseen += loop.errors
+        loop._errors = loop._executor.errors = 0
+
+    # checks
+
+    def _check_now(self) -> None:
+        if self.cluster.violations:
+            raise Violation(f"one live group: {self.cluster.violations[0]}")
+        if self.unforeseen:
+            raise Violation("no error that nobody foresaw")
+
+    def _calm(self) -> None:
+        self.dice.faults = False
+        self.cluster.down.clear()
+        self.cluster.silent_until = 0.0
+        for group in self.cluster.groups.values():
+            group.silent_until = 0.0
+        until = self.clock.now() + CALM_S
+        while not self._at_rest():
+            if self.clock.now() > until:
+                raise Violation(f"every job ends: {self._open()}, groups {sorted(self.cluster.groups)}")
+            self.clock.at += self.dice.between(0.5, 8)
+            self.cluster.advance()
+            self._pass(0)
+            self._check_now()
+        for job_id in self.jobs:
+            job, attempts = self._job(job_id), self.store.attempts(job_id)
+            check_verdict(job, attempts, job_id in self.user_errors)
+            if any(attempt.state is not AttemptState.ENDED for attempt in attempts):
+                raise Violation(f"no attempt outlives its job: {job_id}")
+
+    def _at_rest(self) -> bool:
+        return not self._open() and not self.cluster.groups and not self.cluster.late
+
+    def _open(self) -> list[str]:
+        return [f"{job.id} {job.state}/{job.reason}: {job.message}" for job in self.store.open_jobs()[0]]
+
+    def _job(self, job_id: str) -> Job:
+        job = self.store.job(job_id)
+        assert isinstance(job, Job)
+        return job
+
+    def outcome(self) -> dict[JobState, int]:
+        """How many jobs ended in each state."""
+        states = [self._job(job_id).state for job_id in self.jobs]
+        return {state: states.count(state) for state in set(states)}
