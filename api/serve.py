@@ -47,7 +47,7 @@ class _Server(uvicorn.Server):
 
 
 def serve(settings: Settings, nodes: int, gpus_per_node: int, ready: Callable[[str], None]) -> None:
-    """Serve until a signal comes; ``ready`` gets the address. Raises SettingsError, Unavailable, StartFailed."""
+    """Serve until a signal comes; ``ready`` gets the address. Raises SettingsError, Unavailable."""
     prepare_state_dir(settings.state_dir)
     servers: list[_Server] = []
     with ExitStack() as stack:

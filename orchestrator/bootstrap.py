@@ -15,7 +15,7 @@ from orchestrator.adapters.storage.logs import LogStore
 from orchestrator.clock import SystemClock
 from orchestrator.core.group_spec import Roots, storage_url
 from orchestrator.core.model import Job
-from orchestrator.ports import Clock, Groups, Nodes, Store
+from orchestrator.ports import Clock, Groups, Nodes, Store, Unavailable
 from orchestrator.reconciler import Reconciler
 from orchestrator.service import Service
 from orchestrator.settings import Settings, SettingsError
@@ -72,7 +72,7 @@ def upgrade_database(settings: Settings) -> str | None:
 def running(settings: Settings, nodes: int, gpus_per_node: int) -> Iterator[Control]:
     """A whole control plane on this machine: upgraded database, a cluster (found or started), the reconciler at work.
 
-    The embedded cluster goes on when the context ends. Raises SettingsError, Unavailable, StartFailed.
+    The embedded cluster goes on when the context ends. Raises SettingsError, Unavailable.
     """
     from orchestrator.adapters.db.engine import open_engine
     from orchestrator.adapters.db.store import SqlStore
@@ -84,7 +84,10 @@ def running(settings: Settings, nodes: int, gpus_per_node: int) -> Iterator[Cont
     clock = SystemClock()
     with ExitStack() as stack:
         if settings.ray_address is None:
-            cluster = daemon.start(settings.state_dir, nodes, gpus_per_node)
+            try:
+                cluster = daemon.start(settings.state_dir, nodes, gpus_per_node)
+            except daemon.StartFailed as error:
+                raise Unavailable(str(error)) from error
             session.connect(cluster.address, cluster.token)
         else:
             session.connect(settings.ray_address)

@@ -40,7 +40,7 @@ def logs(
 
 def events(job: JobRef, as_json: AsJson = False, state_dir: StateDir = None) -> None:
     """Show the history of a job, oldest first."""
-    items = list(Client.find(state_dir).every(ref_path(job, "events"), limit=200))[::-1]
+    items = list(Client.find(state_dir).every(ref_path(job, "events"), limit=200))
     if as_json:
         show.items_as_json(items)
     else:
@@ -51,7 +51,7 @@ def events(job: JobRef, as_json: AsJson = False, state_dir: StateDir = None) -> 
 
 
 def incidents(job: JobRef, as_json: AsJson = False, state_dir: StateDir = None) -> None:
-    """Show the failures of a job and how each was recovered, newest first."""
+    """Show the failures of a job and how each was recovered, oldest first."""
     items = list(Client.find(state_dir).every(ref_path(job, "incidents"), limit=200))
     if as_json:
         show.items_as_json(items)

@@ -28,14 +28,14 @@ def ranks(here: Here, ref: Ref, limit: Limit = 50, cursor: Cursor = None) -> Pag
 
 @router.get("/incidents", summary="Failures and recoveries of a job")
 def incidents(here: Here, ref: Ref, limit: Limit = 50, cursor: Cursor = None) -> Page[IncidentOut]:
-    """Newest first."""
+    """Oldest first."""
     items, following = here.service.incidents(ref, limit, cursor)
     return Page[IncidentOut](items=[IncidentOut.of(incident) for incident in items], next_cursor=following)
 
 
 @router.get("/events", summary="History of a job")
 def events(here: Here, ref: Ref, limit: Limit = 50, cursor: Cursor = None) -> Page[EventOut]:
-    """Newest first."""
+    """Oldest first."""
     items, following = here.service.events(ref, limit, cursor)
     return Page[EventOut](items=[EventOut.of(event) for event in items], next_cursor=following)
 

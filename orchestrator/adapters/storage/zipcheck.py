@@ -36,7 +36,7 @@ def check(path: Path) -> None:
             entries = archive.infolist()
             _check_names(entries)
             _check_content(archive, entries)
-    except (zipfile.BadZipFile, struct.error, NotImplementedError, EOFError, zlib.error, UnicodeDecodeError) as error:
+    except (zipfile.BadZipFile, struct.error, NotImplementedError, EOFError, zlib.error, ValueError, OSError) as error:
         raise BadBundle(f"not a sound zip archive: {error}; pack it again") from error
 
 
