@@ -64,16 +64,16 @@ def spec_of(path: str, leaf: Any) -> LeafSpec:
 
 def materialize(spec: LeafSpec, data: memoryview) -> Any:
     """An array of its own from ``data`` (``spec.size`` bytes, any memory)."""
+    import numpy as np
+
     if spec.kind == "torch":
         import torch
 
         out = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
         if spec.size:
-            # Through bytes, because the file's offsets need not be aligned to the element.
-            out.reshape(-1).view(torch.uint8).copy_(torch.frombuffer(data, dtype=torch.uint8))
+            # Through bytes: the data may be read-only and need not be aligned to the element.
+            out.reshape(-1).view(torch.uint8).numpy()[...] = np.frombuffer(data, np.uint8)
         return out
-    import numpy as np
-
     array = np.frombuffer(data, dtype=numpy_type(spec.dtype)).reshape(spec.shape).copy()
     return array[()] if spec.kind == "scalar" else array
 
@@ -138,8 +138,9 @@ def _decode(node: Any, leaves: Sequence[Any]) -> Any:
 
 def _join(path: str, key: Any) -> str:
     if type(key) is str:
-        # Escaped, so that no two places of a tree share a path.
-        return f"{path}/{key.replace('~', '~0').replace('/', '~1')}" if "/" in key or "~" in key or key[:1] == "#" else f"{path}/{key}"
+        if "/" in key or "~" in key or key[:1] == "#":  # escaped, so that no two places of a tree share a path
+            key = key.replace("~", "~0").replace("/", "~1").replace("#", "~2")
+        return f"{path}/{key}"
     if type(key) is int:
         return f"{path}/#{key}"
     raise StateError(f"state at {path or '/'}: a key of type {type(key).__qualname__} cannot be saved; use str or int keys")
