@@ -10,7 +10,7 @@ from orchestrator.core.actions import JobStep, Plan, RemoveGroup
 from orchestrator.core.group_spec import Roots
 from orchestrator.core.model import Job, World
 from orchestrator.core.scheduling import Placement, rooms, schedule
-from orchestrator.core.states import Desired, JobState
+from orchestrator.core.states import Desired, JobState, Reason
 
 
 def plan(world: World, now: float, roots: Roots) -> Plan:
@@ -39,6 +39,8 @@ def plan(world: World, now: float, roots: Roots) -> Plan:
 
 
 def _queue(world: World, waiting: list[Job], now: float, roots: Roots) -> dict[str, JobStep]:
+    if world.nodes is None:  # a reason that was found before tells more than one look without an answer
+        waiting = [job for job in waiting if job.reason not in (Reason.WAITING_FOR_ROOM, Reason.WAITING_FOR_NODES)]
     if not waiting:
         return {}
     nodes = None if world.nodes is None else rooms(world.nodes, world.attempts.values(), world.groups)

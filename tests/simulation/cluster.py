@@ -1,4 +1,4 @@
-"""A simulated Ray: the Groups and Nodes ports over simulated groups, with calls that get lost, come late, come twice or are not answered."""
+"""A simulated Ray: Groups and Nodes over simulated groups; calls get lost, come late or twice, or are not answered."""
 
 from __future__ import annotations
 

@@ -133,7 +133,14 @@ class SimGroup:
         spent = [f for f in failures if f.kind in CHARGED and f.at > now - self.spec.window_s]
         stop = kind is FailureClass.USER or len(spent) > self.spec.max_infrastructure
         incident = Incident(
-            self.spec.job_id, self.spec.attempt, self.generation, now, str(kind), kind, "a rank failed", "stop" if stop else "restart_in_place"
+            self.spec.job_id,
+            self.spec.attempt,
+            self.generation,
+            now,
+            str(kind),
+            kind,
+            "a rank failed",
+            "stop" if stop else "restart_in_place",
         )
         self.seq += 1
         event = GroupEvent(self.seq, now, "RankFailed", f"a rank failed: {kind}", self.generation)
@@ -151,10 +158,20 @@ class SimGroup:
         if self.alive and self.coordinator:
             failure = Failure(now, FailureClass.INFRASTRUCTURE, "node_lost", "node_lost", self.report.best_step)
             incident = Incident(
-                self.spec.job_id, self.spec.attempt, self.generation, now, "node_lost", FailureClass.INFRASTRUCTURE, "a node is gone", "relaunch"
+                self.spec.job_id,
+                self.spec.attempt,
+                self.generation,
+                now,
+                "node_lost",
+                FailureClass.INFRASTRUCTURE,
+                "a node is gone",
+                "relaunch",
             )
             self._say(failures=(*self.report.failures, failure), incidents=(*self.report.incidents, incident))
             self._finish(Outcome.LOST, "NodeLost", "a node is gone", now)
+
+    def _incident(self, kind: FailureClass, cause: str, action: str, now: float) -> Incident:
+        return Incident(self.spec.job_id, self.spec.attempt, self.generation, now, cause, kind, f"{cause}: {action}", action)
 
     def coordinator_dies(self, now: float, back_in: float) -> None:
         self.coordinator, self.coordinator_back_at = False, now + back_in
