@@ -152,7 +152,7 @@ class SqlStore:
         """Newest first. Raises BadCursor."""
         query = select(JOBS)
         if state is not None:
-            query = query.where(JOBS.c.state == state)
+            query = query.where(JOBS.c.state == clean(state))
         for key, label in labels.items():
             given = and_(LABELS.c.key == key, LABELS.c.value == label) if clean(key + label) == key + label else false()
             query = query.where(JOBS.c.id.in_(select(LABELS.c.job_id).where(given)))
@@ -167,7 +167,7 @@ class SqlStore:
     def attempts(self, job_id: str) -> list[Attempt]:
         """Oldest first."""
         with reading(self._engine) as connection:
-            found = connection.execute(select(ATTEMPTS).where(ATTEMPTS.c.job_id == job_id).order_by(ATTEMPTS.c.number)).all()
+            found = connection.execute(select(ATTEMPTS).where(ATTEMPTS.c.job_id == clean(job_id)).order_by(ATTEMPTS.c.number)).all()
         return [value(Attempt, ATTEMPTS, _named(ATTEMPTS, columns)) for columns in found]
 
     def incidents(self, job_id: str, limit: int, after: str | None) -> tuple[list[Incident], str | None]:
@@ -185,7 +185,7 @@ class SqlStore:
     def _history(
         self, kind: str, cls: type[T], table: Table, job_id: str, limit: int, after: str | None, *, newest_first: bool = False
     ) -> tuple[list[T], str | None]:
-        query = select(table).where(table.c.job_id == job_id)
+        query = select(table).where(table.c.job_id == clean(job_id))
         if after is not None:
             (last,) = cursors.decode(kind, after, (int,))
             query = query.where(table.c.id < last if newest_first else table.c.id > last)
@@ -227,10 +227,12 @@ def _insert(connection: Connection, table: Table) -> Any:
     return (sqlite if connection.dialect.name == "sqlite" else postgresql).insert(table)
 
 
-def _insert_new(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]], unique: Sequence[str]) -> int:
-    """Inserts the rows whose ``unique`` columns are new; returns their number."""
-    statement = _insert(connection, table).on_conflict_do_nothing(index_elements=unique)
-    return sum(connection.execute(statement, columns).rowcount for columns in rows)
+def _insert_new(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]], unique: Sequence[str]) -> bool:
+    """Inserts the rows whose ``unique`` columns are new; False when one was not."""
+    # What comes back is counted, since the row count of an INSERT is not reliable in every driver.
+    statement = _insert(connection, table).on_conflict_do_nothing(index_elements=unique).returning(table.c[unique[0]])
+    written = [connection.execute(statement, columns).first() is not None for columns in rows]
+    return all(written)
 
 
 def _upsert(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]], unique: Sequence[str]) -> None:

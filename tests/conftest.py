@@ -1,0 +1,30 @@
+"""Fixtures that more than one folder of tests needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from orchestrator.adapters.db.engine import open_engine
+from orchestrator.adapters.db.schema import upgrade
+from orchestrator.adapters.db.store import SqlStore
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test talks to the cluster or server of whoever runs it."""
+    for name in [name for name in os.environ if name.startswith("KEEPSTEP_") or name == "RAY_ADDRESS"]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def sqlite_store(tmp_path: Path) -> Iterator[SqlStore]:
+    """An empty store in a file of its own."""
+    engine = open_engine(f"sqlite:///{tmp_path}/keepstep.db")
+    upgrade(engine)
+    store = SqlStore(engine)
+    yield store
+    store.close()
