@@ -11,6 +11,7 @@ from enum import StrEnum
 from workers.messages import (
     AgentStatus,
     CheckpointFound,
+    CheckpointRecord,
     Failure,
     GroupEvent,
     GroupPhase,
@@ -88,7 +89,8 @@ class Group:
     recovery: Recovery | None = None
     restore: RestoreOrder | None = None
     excluded: tuple[CheckpointFound, ...] = ()  # checkpoints that were read and found bad
-    checkpoint_step: int | None = None  # newest committed by this attempt
+    checkpoints: tuple[CheckpointRecord, ...] = ()  # committed by this attempt, oldest first
+    pruned: tuple[str, ...] = ()  # urls that retention removed
     ranks: tuple[RankReport, ...] = ()  # as last seen, so that a report can be given while agents are away
     end: EndRequest | None = None
     events: tuple[GroupEvent, ...] = ()
@@ -111,6 +113,11 @@ class Group:
         return replace(self.go(Doing.CLOSING, now), outcome=outcome, reason=reason, message=message)
 
     @property
+    def checkpoint_step(self) -> int | None:
+        """Of the newest checkpoint that this attempt committed."""
+        return self.checkpoints[-1].step if self.checkpoints else None
+
+    @property
     def first(self) -> bool:
         """No generation of this attempt has trained yet."""
         return self.started_at is None
@@ -126,6 +133,15 @@ class Group:
         return (at_first if self.first and self.recovery is None else later), reason
 
 
+@dataclass(frozen=True)
+class Kept:
+    """A Group as an agent keeps it for the next coordinator; the highest (term, sequence) is the newest."""
+
+    term: int
+    sequence: int
+    group: Group
+
+
 def new_group(spec: GroupSpec, now: float) -> Group:
     """The state of a group that does not exist yet."""
     return Group(
@@ -135,7 +151,8 @@ def new_group(spec: GroupSpec, now: float) -> Group:
 
 @dataclass(frozen=True)
 class AgentSeen:
-    """One agent as the coordinator sees it. ``missing_since`` is set while it does not answer; ``died``: Ray says that its process ended."""
+    """One agent as the coordinator sees it. ``missing_since`` is set while it does not answer; ``died``: its process
+    ended, says Ray."""
 
     index: int
     status: AgentStatus | None

@@ -224,6 +224,18 @@ class RestoreOrder:
 
 
 @dataclass(frozen=True)
+class LaunchOrder:
+    """What an agent needs to launch its ranks of one generation. ``await_step``: the first step that would be new."""
+
+    generation: int
+    restore: RestoreOrder
+    await_step: int
+    master_address: str
+    master_port: int
+    agent_store: bool  # a store is served at that port; else rank 0 may bind it
+
+
+@dataclass(frozen=True)
 class CheckpointFound:
     """An entry of the job's storage, newest first in a list. ``problem``: why it cannot be used."""
 

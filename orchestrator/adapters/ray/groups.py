@@ -1,0 +1,207 @@
+"""Groups of Ray actors: one placement group and one coordinator per attempt, named by job and attempt.
+
+Invariants: every call may be repeated; nothing is found or removed but by the names that this module gives; a group counts as absent only
+when Ray itself says that neither its coordinator nor its placement group exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from orchestrator.adapters.ray.session import NAMESPACE, answer
+from orchestrator.core.model import GroupView, Presence
+from orchestrator.ports import Unavailable
+from workers.messages import GroupSpec
+from workers.processes import sweep
+
+REPORT_S = 2.0
+CLOSE_S = 15.0
+_GIB = 2**30
+
+
+def key_of(job_id: str, attempt: int) -> str:
+    return f"{job_id}.{attempt}"
+
+
+class RayGroups:
+    """Implements orchestrator.ports.Groups over the connection of adapters.ray.session."""
+
+    def observe(self, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], GroupView]:
+        return answer(lambda: self._observe(keys), REPORT_S + 3.0)
+
+    def _observe(self, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], GroupView]:
+        import ray
+
+        views: dict[tuple[str, int], GroupView] = {}
+        asked: dict[Any, tuple[str, int]] = {}
+        for key in keys:
+            coordinator = self._coordinator(key_of(*key))
+            if coordinator is not None:
+                asked[coordinator.report.remote()] = key
+            else:
+                placed = self._placement_group(key_of(*key)) is not None
+                views[key] = GroupView(Presence.SILENT if placed else Presence.ABSENT)
+        done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=REPORT_S) if asked else ([], [])
+        for ref, key in asked.items():
+            views[key] = GroupView(Presence.SILENT)
+            if ref in done:
+                with contextlib.suppress(ray.exceptions.RayError):
+                    views[key] = GroupView(Presence.PRESENT, ray.get(ref))
+        return views
+
+    def create(self, spec: GroupSpec) -> None:
+        answer(lambda: self._create(spec), 10.0)
+
+    def _create(self, spec: GroupSpec) -> None:
+        import ray
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        from workers.coordinator import Coordinator, coordinator_name
+
+        if self._placement_group(spec.key) is None:
+            bundle: dict[str, float] = {"CPU": spec.cpus_per_node, "memory": int(spec.memory_gb * _GIB)}
+            if spec.gpus_per_node:
+                bundle["GPU"] = spec.gpus_per_node
+            placement_group(
+                [bundle] * len(spec.nodes),
+                name=spec.key,
+                lifetime="detached",
+                bundle_label_selector=[{"ray.io/node-id": node.node_id} for node in spec.nodes],
+            )
+        head = next((n["NodeID"] for n in ray.nodes() if n["Alive"] and "node:__internal_head__" in n["Resources"]), None)
+        ray.remote(Coordinator).options(
+            name=coordinator_name(spec.key),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            max_restarts=-1,
+            max_task_retries=0,
+            max_concurrency=1000,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=True) if head else None,
+        ).remote(spec)
+
+    def end(self, job_id: str, attempt: int, grace_s: float) -> None:
+        def ask() -> None:
+            import ray
+
+            coordinator = self._coordinator(key_of(job_id, attempt))
+            if coordinator is not None:
+                with contextlib.suppress(ray.exceptions.RayError):
+                    ray.get(coordinator.end.remote(grace_s), timeout=REPORT_S)
+
+        answer(ask, REPORT_S + 2.0)
+
+    def drill(self, job_id: str, attempt: int, fault: str, rank: int) -> str:
+        def ask() -> str:
+            import ray
+
+            coordinator = self._coordinator(key_of(job_id, attempt))
+            if coordinator is None:
+                raise ValueError("the job's group does not exist now")
+            try:
+                return str(ray.get(coordinator.drill.remote(fault, rank), timeout=REPORT_S))
+            except ray.exceptions.RayTaskError as error:
+                raise ValueError(str(error.cause)) from None
+            except ray.exceptions.RayError as error:
+                raise Unavailable(f"the coordinator did not answer: {error}") from error
+
+        return answer(ask, REPORT_S + 2.0)
+
+    def wait_change(self, job_id: str, attempt: int, version: int, timeout_s: float) -> int | None:
+        """Newest report version once it is above ``version``; None when the coordinator does not answer."""
+
+        def ask() -> int | None:
+            import ray
+
+            coordinator = self._coordinator(key_of(job_id, attempt))
+            if coordinator is None:
+                return None
+            try:
+                return int(ray.get(coordinator.wait_change.remote(version, timeout_s), timeout=timeout_s + 2.0))
+            except ray.exceptions.RayError:
+                return None
+
+        return answer(ask, timeout_s + 4.0)
+
+    def remove(self, job_id: str, attempt: int) -> bool:
+        return answer(lambda: self._remove(key_of(job_id, attempt)), CLOSE_S + 25.0)
+
+    def _remove(self, key: str) -> bool:
+        import ray
+        from ray.util.placement_group import placement_group_table, remove_placement_group
+
+        coordinator = self._coordinator(key)
+        clean = False
+        if coordinator is not None:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.get(coordinator.close.remote(), timeout=CLOSE_S)
+                clean = True
+        placed = self._placement_group(key)
+        nodes: set[str] = set()
+        if placed is not None:
+            nodes = set((placement_group_table(placed).get("bundles_to_node_id") or {}).values()) - {""}
+        if coordinator is not None:
+            ray.kill(coordinator)
+        for actor in self._agents(key):
+            ray.kill(actor)
+        if placed is not None:
+            remove_placement_group(placed)
+        if not clean:
+            self._sweep(key, nodes)
+        deadline = time.monotonic() + 5.0
+        while time.monotonic() < deadline:
+            if self._coordinator(key) is None and not self._agents(key) and self._placement_group(key) is None:
+                return True
+            time.sleep(0.05)
+        return False
+
+    def _sweep(self, key: str, nodes: set[str]) -> None:
+        """End processes and free shared memory where no agent could do it; all living nodes when it is not known which they were."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        living = {n["NodeID"] for n in ray.nodes() if n["Alive"]}
+        task = ray.remote(sweep)
+        refs = [
+            task.options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(key)
+            for node in (nodes & living or living)
+        ]
+        done, late = ray.wait(refs, num_returns=len(refs), timeout=15.0) if refs else ([], [])
+        if late:
+            raise Unavailable(f"{len(late)} nodes did not sweep {key} in time")
+        left = [pid for ref in done for pid in ray.get(ref)]
+        if left:
+            raise Unavailable(f"processes {left} of {key} do not end")
+
+    def _coordinator(self, key: str) -> Any | None:
+        from workers.coordinator import coordinator_name
+
+        return _actor(coordinator_name(key))
+
+    def _agents(self, key: str) -> list[Any]:
+        """Living agents of the group."""
+        import ray
+
+        names = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == NAMESPACE]
+        found = [_actor(name) for name in names if name.startswith(f"{key}.agent.")]
+        return [actor for actor in found if actor is not None]
+
+    def _placement_group(self, key: str) -> Any | None:
+        import ray
+
+        with contextlib.suppress(ValueError):
+            return ray.util.get_placement_group(key)
+        return None
+
+
+def _actor(name: str) -> Any | None:
+    import ray
+
+    with contextlib.suppress(ValueError):
+        return ray.get_actor(name, namespace=NAMESPACE)
+    return None

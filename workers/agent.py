@@ -1,0 +1,266 @@
+"""The agent: the Ray actor on one node of a group. It owns that node's launcher, ranks, logs, snapshots and boards.
+
+Invariants: an order of a leader with a lower term than the highest seen is refused; every order is idempotent and answers with the whole
+status; an agent that has heard of no leader for longer than its lease ends its ranks, so nothing leaks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+import uuid
+from pathlib import Path
+from dataclasses import asdict, replace
+from typing import Any
+
+from workers.checkpoint.catalog import stage, unstage
+from workers.checkpoint.slots import discard_newer, holdings, pinned_steps, unpin
+from workers.checkpoint.writer import write_share
+from workers.group import Kept
+from workers.messages import AgentStatus, GroupSpec, Holding, LaunchOrder, Source
+from workers.processes import SHM, end_group, remove_shared_memory
+from workers.ranks import Ranks
+from workers.workdir import CannotPrepare, local_path, prepare
+
+BEAT_S = 0.5  # longest silence of a poll
+LOOK_S = 0.02  # between two readings of the boards
+LEASE_S = 60.0
+
+
+class StaleLeader(Exception):
+    """The order came from a coordinator that has been replaced."""
+
+
+class Agent:
+    def __init__(self, spec: GroupSpec, index: int, address: str) -> None:
+        self.spec, self.index, self.address = spec, index, address
+        self.incarnation = uuid.uuid4().hex
+        self.version = 1
+        self.term = 0
+        self.kept: Kept | None = None
+        self.led_at = time.monotonic()
+        self.shm = SHM / f"{spec.key}.{index}"
+        self.problem: str | None = None
+        self.held: tuple[Holding, ...] = ()
+        self.staged: dict[str, str | None] = {}
+        self.staging: set[str] = set()
+        self.writing: int | None = None
+        self.pinned: dict[int, int] = {}
+        self._change = asyncio.Event()
+        self._work: Path | None = None
+        self._closed = False
+        end_group(f"{spec.key}.{index}")  # what an earlier agent of this node left behind
+        self.shm.mkdir(parents=True, exist_ok=True)
+        logs = local_path(spec.storage_url) or self.shm
+        self.ranks = Ranks(spec, index, self.shm, logs, self._changed, loopback=address.startswith("127."))
+        self._tasks = [asyncio.create_task(t) for t in (self._prepare(), self._watch(), self._keep_lease())]
+
+    def _changed(self) -> None:
+        self.version += 1
+        self._change.set()
+
+    async def _prepare(self) -> None:
+        try:
+            work = await asyncio.to_thread(prepare, self.spec.storage_url, self.spec.job_id, self.spec.bundle_url)
+            self.ranks.start_launcher(work)
+            self._work = work
+        except (CannotPrepare, OSError) as error:
+            self.problem = str(error)
+            self._changed()
+
+    async def _watch(self) -> None:
+        """Read boards and pins; start a new launcher when the old one is gone."""
+        while not self._closed:
+            await asyncio.sleep(LOOK_S)
+            if self.ranks.living:
+                self.ranks.read_boards()
+                pinned = {r: s for r, s in pinned_steps(self.shm, self.ranks.numbers).items() if s is not None}
+                if pinned != self.pinned:
+                    self.pinned = pinned
+                    self._changed()
+            if self._work is not None and not self.ranks.launcher_lives and not self._closed:
+                self.ranks.start_launcher(self._work)
+
+    async def _keep_lease(self) -> None:
+        while not self._closed:
+            await asyncio.sleep(1.0)
+            if time.monotonic() - self.led_at > LEASE_S:
+                await self._close()
+                os._exit(0)
+
+    def _obey(self, term: int) -> None:
+        if term < self.term:
+            raise StaleLeader(f"term {term} is over, {self.term} leads")
+        self.term = term
+        self.led_at = time.monotonic()
+
+    def status(self) -> AgentStatus:
+        stopped = not self.ranks.living
+        return AgentStatus(
+            index=self.index,
+            incarnation=self.incarnation,
+            version=self.version,
+            ready=self.ranks.ready,
+            problem=self.problem or self.ranks.problem,
+            generation=self.ranks.generation,
+            stopped=stopped,
+            ranks=self.ranks.reports(),
+            holdings=self.held if stopped else (),
+            staged=dict(self.staged),
+            pinned=dict(self.pinned),
+            metrics=self.ranks.metrics(),
+        )
+
+    # orders of the coordinator; each answers with the status
+
+    async def follow(self, term: int) -> tuple[AgentStatus, int, Kept | None]:
+        """Accept a new leader: (status, the highest term seen before, the newest state that a leader left here)."""
+        before = self.term
+        self._obey(term if term > before else before)
+        if not self.ranks.living:
+            await self._survey()
+        return self.status(), before, self.kept
+
+    async def poll(self, term: int, version: int) -> AgentStatus:
+        """Answers at the next change after ``version``, or after a beat."""
+        self._obey(term)
+        if self.version <= version:
+            self._change.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._change.wait(), BEAT_S)
+        return self.status()
+
+    async def keep(self, term: int, state: Kept) -> AgentStatus:
+        self._obey(term)
+        self.kept = state
+        return self.status()
+
+    async def open_rendezvous(self, term: int, generation: int) -> tuple[str, int, bool]:
+        """(address, port, whether a store is served there) for a generation whose rank 0 lives on this node."""
+        self._obey(term)
+        if self.spec.framework == "pytorch":
+            return self.address, await self.ranks.open_store(generation, self.address), True
+        return self.address, self.ranks.reserve_port(self.address), False
+
+    async def launch(self, term: int, order: LaunchOrder, state: Kept) -> AgentStatus:
+        self._obey(term)
+        self.kept = state
+        if order.generation <= self.ranks.generation or not self.ranks.ready:
+            return self.status()
+        if self.ranks.living:
+            raise RuntimeError(f"generation {order.generation} cannot start: ranks of generation {self.ranks.generation} live")
+        kept_step = order.restore.step if order.restore.source == Source.MEMORY else 0
+        discard_newer(self.shm, self.ranks.numbers, kept_step)
+        self.held = ()
+        staged = _stage_name(order.restore.url) if order.restore.url else None
+        self.ranks.launch(order, staged)
+        if self.index == 0 and self.spec.framework == "pytorch":  # the next generation's store listens before it is needed
+            asyncio.get_running_loop().call_later(0.2, self._store_ahead, order.generation + 1)
+        self._changed()
+        return self.status()
+
+    def _store_ahead(self, generation: int) -> None:
+        if self.ranks.generation == generation - 1 and self.ranks.launcher_lives:
+            self._tasks.append(asyncio.create_task(self._quietly(self.ranks.open_store(generation, self.address))))
+
+    async def _quietly(self, work: Any) -> None:
+        with contextlib.suppress(Exception):
+            await work
+
+    async def stop(self, term: int, generation: int, state: Kept) -> AgentStatus:
+        """End every rank up to ``generation`` and survey the snapshots they left."""
+        self._obey(term)
+        self.kept = state
+        if self.ranks.generation <= generation:
+            if self.ranks.living or not self.held:
+                stuck = await self.ranks.stop(generation)
+                if stuck:
+                    self.problem = f"processes {stuck} do not end on SIGKILL; the node needs a restart"
+            await self._survey()
+            self._changed()
+        return self.status()
+
+    async def _survey(self) -> None:
+        """Verify the snapshots; pins of checkpoints that nobody writes any more are given back."""
+        found = await asyncio.to_thread(holdings, self.shm, self.ranks.numbers, True)
+        for holding in found:
+            if holding.pinned and holding.step != self.writing:
+                unpin(self.shm, self.ranks.numbers, holding.step)
+        self.pinned = {}
+        self.held = tuple(Holding(**asdict(h)) for h in found)
+
+    async def terminate(self, term: int) -> AgentStatus:
+        self._obey(term)
+        self.ranks.terminate()
+        return self.status()
+
+    async def stage(self, term: int, url: str) -> AgentStatus:
+        """Read and verify a checkpoint into shared memory; the answer is in ``staged``."""
+        self._obey(term)
+        if url not in self.staged and url not in self.staging:
+            self.staging.add(url)
+            try:
+                name = _stage_name(url)
+                self.staged[url] = await asyncio.to_thread(stage, url, self.shm, name, self.ranks.numbers, self.spec.world_size)
+            finally:
+                self.staging.discard(url)
+            self._changed()
+        return self.status()
+
+    async def unstage(self, term: int) -> AgentStatus:
+        """The ranks have restored: free the memory of staged checkpoints."""
+        self._obey(term)
+        for url in list(self.staged):
+            await asyncio.to_thread(unstage, self.shm, _stage_name(url))
+            self.staged.pop(url, None)
+        return self.status()
+
+    async def write_share(self, term: int, step: int, generation: int) -> dict[str, Any]:
+        """Write this node's share of the checkpoint of ``step`` from its snapshots; keeps them until it is done."""
+        self._obey(term)
+        self.writing = step
+        try:
+            spec = self.spec
+            place = (self.index, len(spec.nodes), self.ranks.numbers)
+            share = await asyncio.to_thread(write_share, self.shm, spec.storage_url, step, spec.attempt, generation, *place)
+            return asdict(share)
+        finally:
+            self.writing = None
+
+    async def unpin(self, term: int, step: int) -> None:
+        self._obey(term)
+        unpin(self.shm, self.ranks.numbers, step)
+
+    async def request_checkpoint(self, term: int, step: int) -> None:
+        self._obey(term)
+        self.ranks.request_checkpoint(step)
+
+    async def drill(self, term: int, fault: str, rank: int) -> tuple[str, AgentStatus]:
+        """Raises ValueError when the rank does not run."""
+        self._obey(term)
+        if fault == "agent":
+            asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGKILL)
+            status = self.status()
+            marked = replace(status, ranks=tuple(replace(r, drill="agent") for r in status.ranks))
+            return f"agent of node {self.index}, process {os.getpid()}, ends itself by SIGKILL", marked
+        return self.ranks.drill(fault, rank), self.status()
+
+    async def close(self, term: int) -> None:
+        """End everything on this node and leave nothing in shared memory."""
+        self._obey(term)
+        await self._close()
+
+    async def _close(self) -> None:
+        self._closed = True
+        self.ranks.close()
+        await asyncio.to_thread(remove_shared_memory, f"{self.spec.key}.{self.index}")
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+def _stage_name(url: str) -> str:
+    return "staged-" + url.rstrip("/").rsplit("/", 1)[-1]

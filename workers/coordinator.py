@@ -1,0 +1,337 @@
+"""The coordinator: the Ray actor that leads a group. It sees through the agents, decides with ``restart.decide``, keeps, then acts.
+
+Invariants: the decided state is kept by the agents before, or with, the order that follows from it; all orders carry the term, so a
+coordinator that has been replaced can do nothing; it needs neither control plane nor database to recover a group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from workers.agent import Agent, StaleLeader
+from workers.group import (
+    Action,
+    AgentSeen,
+    EndRequest,
+    Group,
+    Kept,
+    Launch,
+    ReadCatalog,
+    SaveFinal,
+    Seen,
+    Stage,
+    StopRanks,
+    TerminateRanks,
+    new_group,
+)
+from workers.messages import AgentStatus, CheckpointFound, GroupPhase, GroupReport, GroupSpec, LaunchOrder
+from workers.restart import decide
+from workers.saving import Saver, read_catalog
+
+POLL_S = 3.0  # an agent that does not answer a poll for this long is missing
+ORDER_S = 60.0
+LONG_ORDERS = frozenset({"write_share", "stage"})  # bound by storage, not by us
+
+
+def coordinator_name(key: str) -> str:
+    return f"{key}.coordinator"
+
+
+def agent_name(key: str, index: int) -> str:
+    return f"{key}.agent.{index}"
+
+
+class Coordinator:
+    def __init__(self, spec: GroupSpec) -> None:
+        self.spec = spec
+        self.group = new_group(spec, time.time())
+        self.term = 0
+        self.version = 1
+        self.sequence = 0
+        self.agents: dict[int, Any] = {}
+        self.seen = {n.index: AgentSeen(n.index, None, time.time()) for n in spec.nodes}
+        self.catalog: tuple[CheckpointFound, ...] | None = None
+        self.catalog_problem: str | None = None
+        self.final_saved = False
+        self.end_request: EndRequest | None = None
+        self.closed = False
+        self.saver = Saver(spec, self._all, lambda: self.group, self._update)
+        self._running: dict[Action, asyncio.Task[None]] = {}
+        self._wake = asyncio.Event()
+        self._change = asyncio.Event()
+        self._tasks = [asyncio.create_task(self._lead())]
+
+    # the loop
+
+    async def _lead(self) -> None:
+        await self._take_over()
+        self._tasks += [asyncio.create_task(self._watch(n.index)) for n in self.spec.nodes]
+        while not self.closed:
+            self._wake.clear()
+            look_again_at = self._decide()
+            timeout = None if look_again_at is None else max(0.0, look_again_at - time.time())
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), timeout)
+
+    def _decide(self) -> float | None:
+        before = self.group
+        decision = decide(before, self._observation(), time.time())
+        self.group = decision.group
+        if self.group.doing != before.doing:
+            self.catalog = None if self.group.generation != before.generation else self.catalog
+        if self.group.generation != before.generation:
+            self._tasks.append(asyncio.create_task(self._unstage_after(self.group.generation)))
+        if replace(self.group, ranks=()) != replace(before, ranks=()):
+            self.sequence += 1
+            if not any(isinstance(a, StopRanks | Launch) for a in decision.actions):  # those carry the state themselves
+                self._tasks.append(asyncio.create_task(self._quietly_keep()))
+        if self.group != before:
+            self._changed()
+        for action in decision.actions:
+            if action not in self._running:
+                self._running[action] = asyncio.create_task(self._do(action))
+        if self.group.shown[0] == GroupPhase.RUNNING:
+            self.saver.look(self._observation(), time.time())
+        self._tasks = [t for t in self._tasks if not t.done()]
+        return decision.look_again_at
+
+    def _observation(self) -> Seen:
+        return Seen(tuple(self.seen.values()), self.catalog, self.catalog_problem, self.final_saved, self.end_request)
+
+    def _update(self, group: Group) -> None:
+        """The saver's changes: kept like every other."""
+        self.group = group
+        self.sequence += 1
+        self._tasks.append(asyncio.create_task(self._quietly_keep()))
+        self._changed()
+
+    def _changed(self) -> None:
+        self.version += 1
+        self._change.set()
+
+    def _kept(self) -> Kept:
+        return Kept(self.term, self.sequence, self.group)
+
+    async def _quietly_keep(self) -> None:
+        with contextlib.suppress(Exception):
+            await self._all("keep", self._kept())
+
+    # agents
+
+    def _make_agent(self, index: int) -> Any:
+        group = ray.util.get_placement_group(self.spec.key)
+        options: dict[str, Any] = {
+            "name": agent_name(self.spec.key, index),
+            "lifetime": "detached",
+            "get_if_exists": True,
+            "num_cpus": self.spec.cpus_per_node,
+            "num_gpus": self.spec.gpus_per_node,
+            "max_restarts": 0,  # Ray reports the death of an actor that it does not restart in 20 ms; we make the next one
+            "max_concurrency": 1000,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+        }
+        node = next(n for n in ray.nodes() if n["NodeID"] == self.spec.nodes[index].node_id)
+        return ray.remote(Agent).options(**options).remote(self.spec, index, node["NodeManagerAddress"])
+
+    async def _take_over(self) -> None:
+        """Find or make the agents, learn the highest term and the newest kept state, and lead with a term above."""
+        answers: dict[int, tuple[AgentStatus, int, Kept | None]] = {}
+        started = time.monotonic()
+        while len(answers) < len(self.spec.nodes) and not self.closed:
+            for node in self.spec.nodes:
+                if node.index not in answers:
+                    with contextlib.suppress(Exception):
+                        self.agents[node.index] = await asyncio.to_thread(self._make_agent, node.index)
+                        answers[node.index] = await asyncio.wait_for(self.agents[node.index].follow.remote(0), 20)
+            if time.monotonic() - started > 60.0:
+                break
+            if len(answers) < len(self.spec.nodes):
+                await asyncio.sleep(0.2)
+        self.term = max((before for _, before, _ in answers.values()), default=0) + 1
+        kept = max((k for _, _, k in answers.values() if k is not None), key=lambda k: (k.term, k.sequence), default=None)
+        if kept is not None:
+            self.group = kept.group.say(time.time(), "CoordinatorRestarted", f"term {self.term} goes on from term {kept.term}; ranks were not touched")
+            self.sequence = kept.sequence + 1
+        for index, (status, _, _) in answers.items():
+            self._heard(index, status)
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(self.agents[index].follow.remote(self.term), 5)
+
+    async def _watch(self, index: int) -> None:
+        """Poll one agent for ever; make a new one when its process has died."""
+        while not self.closed:
+            agent = self.agents.get(index)
+            status = self.seen[index].status
+            try:
+                if agent is None:
+                    raise LookupError(f"agent {index} was never made")
+                self._heard(index, await asyncio.wait_for(agent.poll.remote(self.term, status.version if status else 0), POLL_S))
+            except (TimeoutError, asyncio.TimeoutError):
+                self._missed(index, died=False)
+            except (ActorDiedError, LookupError):
+                self._missed(index, died=True)
+                await self._replace_agent(index)
+            except RayActorError:
+                self._missed(index, died=False)
+                await asyncio.sleep(0.1)
+            except RayTaskError as error:
+                if isinstance(error.cause, StaleLeader):
+                    self.closed = True
+                    return
+                raise
+
+    async def _replace_agent(self, index: int) -> None:
+        with contextlib.suppress(Exception):
+            self.agents[index] = await asyncio.to_thread(self._make_agent, index)
+            status, _, _ = await asyncio.wait_for(self.agents[index].follow.remote(self.term), 20)
+            self._heard(index, status)
+            self._update(self.group.say(time.time(), "AgentReplaced", f"node {index} has a new agent; its launcher warms up"))
+        await asyncio.sleep(0.05)
+
+    def _heard(self, index: int, status: AgentStatus) -> None:
+        known = self.seen[index].status
+        if known is not None and known.incarnation == status.incarnation and known.version > status.version:
+            return
+        self.seen[index] = AgentSeen(index, status)
+        self._wake.set()
+        self._change.set()
+
+    def _missed(self, index: int, died: bool) -> None:
+        known = self.seen[index]
+        self.seen[index] = replace(known, missing_since=known.missing_since or time.time(), died=died or known.died)
+        self._wake.set()
+
+    async def _all(self, order: str, *args: Any) -> Mapping[int, Any]:
+        """One order to all agents; their answers by node. Raises the first error after all have answered."""
+        limit = None if order in LONG_ORDERS else ORDER_S
+
+        async def one(index: int) -> Any:
+            return await asyncio.wait_for(getattr(self.agents[index], order).remote(self.term, *args), limit)
+
+        indexes = list(self.agents)
+        answers = await asyncio.gather(*(one(i) for i in indexes), return_exceptions=True)
+        for index, answer in zip(indexes, answers, strict=True):
+            if isinstance(answer, AgentStatus):
+                self._heard(index, answer)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return dict(zip(indexes, answers, strict=True))
+
+    # orders
+
+    async def _do(self, action: Action) -> None:
+        try:
+            match action:
+                case StopRanks(generation):
+                    await self._all("stop", generation, self._kept())
+                case TerminateRanks():
+                    await self._all("terminate")
+                case Launch():
+                    await self._launch(action)
+                case ReadCatalog():
+                    await self._read_catalog()
+                case Stage(url):
+                    await self._all("stage", url)
+                case SaveFinal(generation):
+                    await self._all("stop", generation, self._kept())
+                    await self.saver.save_final(self._observation())
+                    self.final_saved = True
+        except Exception as error:
+            self._failed_order = f"{type(action).__name__}: {type(error).__name__}: {error}"  # the rule repeats it or gives up in time
+            await asyncio.sleep(0.02)
+        finally:
+            self._running.pop(action, None)
+            self._wake.set()
+
+    async def _launch(self, action: Launch) -> None:
+        rendezvous = self.agents[0].open_rendezvous.remote(self.term, action.generation)
+        address, port, served = await asyncio.wait_for(rendezvous, ORDER_S)
+        await self._all("launch", LaunchOrder(action.generation, action.restore, action.await_step, address, port, served), self._kept())
+
+    async def _read_catalog(self) -> None:
+        try:
+            self.catalog = await asyncio.to_thread(read_catalog, self.spec)
+            self.catalog_problem = None
+        except Exception as error:
+            self.catalog_problem = f"{type(error).__name__}: {error}"
+
+    async def _unstage_after(self, generation: int) -> None:
+        """Staged checkpoints are needed until the ranks have restored."""
+        while self.group.generation == generation and not self.group.training and not self.closed:
+            await asyncio.sleep(0.5)
+        with contextlib.suppress(Exception):
+            if self.group.generation == generation:
+                await self._all("unstage")
+
+    # what the control plane calls
+
+    async def report(self) -> GroupReport:
+        group = self.group
+        phase, reason = group.shown
+        ranks = tuple(
+            sorted((r for a in self.seen.values() if a.status for r in a.status.ranks if r.generation == group.generation), key=lambda r: r.rank)
+        )
+        steps = [r.step for r in ranks]
+        return GroupReport(
+            job_id=self.spec.job_id,
+            attempt=self.spec.attempt,
+            version=self.term * 1_000_000_000 + self.version,
+            generation=group.generation,
+            phase=phase,
+            reason=group.reason or reason,
+            message=group.message,
+            ranks=ranks or group.ranks,
+            step=min((s for s in steps if s), default=None) if steps and all(steps) else None,
+            best_step=group.best_step,
+            metrics=self.seen[0].status.metrics if self.seen[0].status else {},
+            failures=group.failures,
+            incidents=group.incidents,
+            events=group.events,
+            checkpoints=group.checkpoints,
+            pruned=group.pruned,
+            started_at=group.started_at,
+            outcome=group.outcome if phase == GroupPhase.ENDED else None,
+            ended_at=group.ended_at,
+        )
+
+    async def wait_change(self, version: int, timeout_s: float) -> int:
+        """Returns the report's version when it is newer than ``version``, or after ``timeout_s``."""
+        if self.term * 1_000_000_000 + self.version <= version:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._change.wait(), timeout_s)
+            self._change.clear()
+        return self.term * 1_000_000_000 + self.version
+
+    async def end(self, grace_s: float) -> None:
+        """Idempotent; a later call may only shorten the grace."""
+        known = self.end_request
+        if known is None or grace_s < known.grace_s:
+            self.end_request = EndRequest(known.at if known else time.time(), grace_s)
+            if self.group.end is not None:
+                self._update(replace(self.group, end=self.end_request))
+        self._wake.set()
+
+    async def drill(self, fault: str, rank: int) -> str:
+        """Raises ValueError when the fault cannot be injected now."""
+        index = rank // self.spec.processes_per_node
+        try:
+            said, status = await self.agents[index].drill.remote(self.term, fault, rank)
+        except RayTaskError as error:
+            raise ValueError(str(error.cause)) from None
+        self.seen[index] = AgentSeen(index, status)
+        return str(said)
+
+    async def close(self) -> None:
+        """Every agent ends what it has and frees its memory. The actors are removed by the caller."""
+        self.closed = True
+        await self._all("close")

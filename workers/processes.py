@@ -1,0 +1,67 @@
+"""Finding and ending the processes of a group by what they carry, not by who their parent is.
+
+Every process of a group is born with ``KEEPSTEP_GROUP=<job>.<attempt>.<node>`` in its environment, its launcher's at the latest, so /proc
+tells them from all others, orphans and daemons included. Strangers are never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+MARK = "KEEPSTEP_GROUP"
+SHM = Path("/dev/shm/keepstep")  # one folder per node of a group
+
+
+def of_group(key: str) -> list[int]:
+    """Pids of all living processes on this machine of the group ``<job>.<attempt>``, or of one node of it; this process excepted."""
+    mark = f"{MARK}={key}".encode()
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
+            if any(item == mark or item.startswith(mark + b".") for item in file.read().split(b"\0")):
+                found.append(int(name))
+    return found
+
+
+def end_group(key: str, wait_s: float = 5.0) -> list[int]:
+    """SIGKILL all of them until none is left; returns those that would not go within ``wait_s``."""
+    deadline = time.monotonic() + wait_s
+    while left := of_group(key):
+        if time.monotonic() > deadline:
+            return left
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
+    return []
+
+
+def os_state(pid: int) -> str | None:
+    """R, S, D, T or Z as in /proc; None when it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return chr(file.read().rsplit(b")", 1)[1].split()[0][0])
+    except (OSError, IndexError):
+        return None
+
+
+def remove_shared_memory(key: str) -> None:
+    """Remove what the group ``<job>.<attempt>``, or one node of it, holds in shared memory of this machine."""
+    for folder in [SHM / key, *SHM.glob(f"{key}.*")]:
+        shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        SHM.rmdir()
+
+
+def sweep(key: str) -> list[int]:
+    """End the group's processes on this machine and free its shared memory; returns pids that would not go."""
+    left = end_group(key)
+    remove_shared_memory(key)
+    return left

@@ -1,0 +1,331 @@
+"""The rank processes of one node: forks through the launcher, exits, boards, and what is known of each rank.
+
+Invariants: at most one generation lives at a time; a rank that we signalled is marked as ours before the signal is sent; ``stop`` returns
+only when no process of any rank lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from workers.board import Board
+from workers.environ import launcher_environment, rank_environment
+from workers.launcher import MESSAGE_BYTES
+from workers.logs import LogPump, log_name
+from workers.messages import ErrorReport, GroupSpec, LaunchOrder, RankReport, RankState
+from workers.processes import end_group, os_state
+from workers.rank import DRILL_EXIT_SIGNAL
+
+STOP_S = 20.0
+
+
+@dataclass
+class _Rank:
+    report: RankReport
+    await_step: int
+    board: Board | None = None
+
+
+class Ranks:
+    """``changed`` is called after every change that the coordinator must hear of at once."""
+
+    def __init__(self, spec: GroupSpec, index: int, shm: Path, logs: Path, changed: Callable[[], None], loopback: bool) -> None:
+        self.spec, self.index, self.shm, self.logs = spec, index, shm, logs
+        self.numbers = tuple(range(index * spec.processes_per_node, (index + 1) * spec.processes_per_node))
+        self.generation = spec.first_generation - 1
+        self.ready = False
+        self.problem: str | None = None
+        self.log_problems: list[tuple[int, str]] = []
+        self._changed = changed
+        self._loopback = loopback
+        self._ranks: dict[int, _Rank] = {}
+        self._pump = LogPump(lambda rank, text: self.log_problems.append((rank, text)))
+        self._link: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stores: dict[int, asyncio.Future[int]] = {}
+        self._killed: dict[int, asyncio.Future[list[int]]] = {}
+        self._reserved: socket.socket | None = None
+
+    # the launcher
+
+    def start_launcher(self, cwd: Path) -> None:
+        """Start the warm interpreter; ``ready`` follows when it has imported the framework."""
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MESSAGE_BYTES)
+        ours.setblocking(False)
+        config = self.shm / "launcher.json"
+        command = {"framework": self.spec.framework, "command": list(self.spec.command), "cwd": str(cwd), "shm": str(self.shm)}
+        config.write_text(json.dumps(command))
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "workers.launcher", str(theirs.fileno()), str(config)],
+            pass_fds=[theirs.fileno()],
+            env=launcher_environment(os.environ, self.spec, self.index, self._loopback),
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+        self._link = ours
+        self.saved = str(cwd.parent / "saved")
+        loop.add_reader(ours.fileno(), self._hear)
+
+    def _hear(self) -> None:
+        assert self._link is not None
+        while True:
+            try:
+                data = self._link.recv(MESSAGE_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._launcher_ended()
+                return
+            message = json.loads(data)
+            getattr(self, f"_on_{message.pop('op')}")(**message)
+
+    def _launcher_ended(self) -> None:
+        """The launcher takes its ranks with it (they die with their parent); a new one is started by the agent."""
+        assert self._link is not None
+        asyncio.get_running_loop().remove_reader(self._link.fileno())
+        self._link.close()
+        self._link = None
+        self.ready = False
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        end_group(f"{self.spec.key}.{self.index}")
+        for number, rank in self._ranks.items():
+            if rank.report.ended_at is None:
+                self._on_exited(number, rank.report.pid or 0, time.time(), -signal.SIGKILL)
+        waiting: list[asyncio.Future[Any]] = [*self._stores.values(), *self._killed.values()]
+        for future in waiting:
+            future.cancel()
+        self._stores.clear()
+        self._killed.clear()
+        self._changed()
+
+    @property
+    def launcher_lives(self) -> bool:
+        return self._link is not None
+
+    def _on_ready(self, seconds: float, problem: str | None) -> None:
+        self.ready, self.problem = problem is None, problem
+        self._changed()
+
+    def _on_forked(self, rank: int, generation: int, pid: int) -> None:
+        known = self._ranks.get(rank)
+        if known is not None and known.report.generation == generation:
+            known.report = replace(known.report, pid=pid)
+            self._changed()
+
+    def _on_store(self, generation: int, port: int) -> None:
+        future = self._stores.get(generation)
+        if future is not None and not future.done():
+            future.set_result(port)
+
+    def _on_killed(self, generation: int, stuck: list[int]) -> None:
+        future = self._killed.pop(generation, None)
+        if future is not None and not future.done():
+            future.set_result(stuck)
+
+    def _on_exited(self, rank: int, pid: int, at: float, code: int) -> None:
+        known = self._ranks.get(rank)
+        if known is None or (known.report.pid not in (None, pid)):
+            return
+        self._read_board(known)
+        tail = self._pump.drain(rank)
+        known.report = replace(
+            known.report,
+            state=RankState.EXITED,
+            ended_at=at,
+            exit_code=code if code >= 0 else None,
+            signal=-code if code < 0 else None,
+            error=self._error(rank),
+            tail=tail if code != 0 else tail[-1000:],
+            os_state=None,
+        )
+        self._changed()
+
+    def _error(self, rank: int) -> ErrorReport | None:
+        try:
+            return ErrorReport(**json.loads((self.shm / f"error-{rank}.json").read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def _say(self, fds: tuple[int, ...] = (), **order: Any) -> None:
+        if self._link is None:
+            raise ConnectionError("the launcher is gone")
+        socket.send_fds(self._link, [json.dumps(order).encode()], list(fds))
+
+    # generations
+
+    async def open_store(self, generation: int, host: str) -> int:
+        """Port of the generation's rendezvous store; it listens when this returns."""
+        if generation not in self._stores:
+            self._stores[generation] = asyncio.get_running_loop().create_future()
+            self._say(op="store", generation=generation, host=host)
+        return await asyncio.wait_for(asyncio.shield(self._stores[generation]), 10)
+
+    def reserve_port(self, host: str) -> int:
+        """A port that the kernel gives to nobody else, and that rank 0 may still bind: bound here, never listening."""
+        self.free_port()
+        self._reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.bind((host, 0))
+        port: int = self._reserved.getsockname()[1]
+        return port
+
+    def free_port(self) -> None:
+        if self._reserved is not None:
+            self._reserved.close()
+            self._reserved = None
+
+    def launch(self, order: LaunchOrder, staged: str | None) -> None:
+        """Fork the ranks of a generation; their pids follow. Raises ConnectionError when the launcher is gone."""
+        self.generation = order.generation
+        for local_rank, number in enumerate(self.numbers):
+            (self.shm / f"error-{number}.json").unlink(missing_ok=True)
+            (self.shm / f"board-{number}").unlink(missing_ok=True)
+            report = RankReport(
+                number, self.index, self.spec.nodes[self.index].node_id, local_rank, order.generation, None, RankState.LAUNCHED
+            )
+            self._ranks[number] = _Rank(replace(report, started_at=time.time()), order.await_step)
+            log = self._pump.open(number, self.logs / log_name(self.spec.attempt, order.generation, number))
+            env = rank_environment(self.spec, self.index, local_rank, order, str(self.shm), self.saved, staged)
+            try:
+                self._say((log,), op="rank", rank=number, generation=order.generation, env=env)
+            finally:
+                os.close(log)
+
+    async def stop(self, generation: int) -> list[int]:
+        """SIGKILL to every process of every rank; returns pids that would not go (kernel has them)."""
+        for rank in self._ranks.values():
+            if rank.report.ended_at is None:
+                rank.report = replace(rank.report, ours=True)
+        if not self.launcher_lives:
+            return []
+        if generation not in self._killed:
+            self._killed[generation] = asyncio.get_running_loop().create_future()
+            self._say(op="kill", generation=generation)
+        with contextlib.suppress(asyncio.CancelledError):
+            stuck = await asyncio.wait_for(asyncio.shield(self._killed[generation]), STOP_S)
+            for number in self.numbers:
+                self._pump.close(number)
+            self._stores.pop(generation, None)
+            return stuck
+        return []
+
+    def terminate(self) -> None:
+        """SIGTERM to the main process of each rank that lives, once."""
+        for rank in self._ranks.values():
+            pid = rank.report.pid
+            if rank.report.ended_at is None and pid is not None and not rank.report.ours:
+                rank.report = replace(rank.report, ours=True)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+
+    def drill(self, fault: str, number: int) -> str:
+        """Send the signal of a fault to a rank. Raises ValueError when it does not run."""
+        rank = self._ranks.get(number)
+        pid = rank.report.pid if rank is not None and rank.report.ended_at is None else None
+        if rank is None or pid is None:
+            raise ValueError(f"rank {number} does not run now")
+        sent = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "exit": DRILL_EXIT_SIGNAL}[fault]
+        rank.report = replace(rank.report, drill=fault)
+        os.kill(pid, sent)
+        return f"sent signal {int(sent)} to rank {number}, process {pid}"
+
+    # observation
+
+    @property
+    def living(self) -> bool:
+        return any(r.report.ended_at is None for r in self._ranks.values())
+
+    def reports(self) -> tuple[RankReport, ...]:
+        return tuple(r.report for r in self._ranks.values())
+
+    def metrics(self) -> dict[str, float]:
+        rank = self._ranks.get(0)
+        return rank.board.read().metrics if rank is not None and rank.board is not None else {}
+
+    def read_boards(self) -> None:
+        """Bring the reports up to date; calls ``changed`` for what cannot wait for the next beat."""
+        before = [_urgent(r.report) for r in self._ranks.values()]
+        for rank in self._ranks.values():
+            if rank.report.ended_at is None:
+                self._read_board(rank)
+        if before != [_urgent(r.report) for r in self._ranks.values()]:
+            self._changed()
+
+    def request_checkpoint(self, step: int) -> None:
+        for rank in self._ranks.values():
+            if rank.board is not None:
+                rank.board.checkpoint_request = step
+
+    def _read_board(self, rank: _Rank) -> None:
+        report = rank.report
+        if rank.board is None:
+            with contextlib.suppress(OSError, ValueError):
+                rank.board = Board.open(self.shm / f"board-{report.rank}")
+        if rank.board is None:
+            return
+        seen = rank.board.read()
+        if seen.generation != report.generation:
+            rank.board = None
+            return
+        new = [at for step, at in seen.steps if step >= rank.await_step]
+        gaps = [b - a for (_, a), (_, b) in zip(seen.steps, seen.steps[1:], strict=False)]
+        rank.report = replace(
+            report,
+            state=RankState.RUNNING if seen.step and report.state == RankState.LAUNCHED else report.state,
+            phase=seen.phase,
+            phase_at=seen.phase_at,
+            step=seen.step or None,
+            step_at=seen.step_at,
+            step_seconds=statistics.median(gaps) if gaps else None,
+            step_p99=max(gaps) if gaps else None,
+            started_at=seen.started_at,
+            restored=seen.restored if seen.restored_at else None,
+            restored_at=seen.restored_at,
+            first_step_at=seen.first_step_at,
+            new_step_at=report.new_step_at or (min(new) if new else None),
+            failed_at=seen.failed_at,
+            attached=seen.attached,
+            os_state=os_state(report.pid) if report.pid and report.ended_at is None else None,
+        )
+
+    def close(self) -> None:
+        """End the launcher and everything below it."""
+        if self._link is not None:
+            asyncio.get_running_loop().remove_reader(self._link.fileno())
+            self._link.close()
+            self._link = None
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(5)
+            self._process.kill()
+            self._process.wait()
+        end_group(f"{self.spec.key}.{self.index}")
+        self.free_port()
+        for number in self.numbers:
+            self._pump.close(number)
+
+
+def _urgent(report: RankReport) -> tuple[object, ...]:
+    return (report.attached, report.first_step_at, report.new_step_at, report.failed_at, report.phase, report.restored_at)
