@@ -31,7 +31,7 @@ def test_submit_get_list_cancel(server: Running) -> None:
     server.control.reconciler.once()
     assert server.http.get("/api/v1/jobs/first").json()["state"] == "CANCELLED"
     events = server.http.get("/api/v1/jobs/first/events").json()["items"]
-    assert [event["reason"] for event in events][0] == "Submitted"
+    assert (events[0]["reason"], events[-1]["reason"]) == ("Submitted", "Cancelled")
     assert len({event["id"] for event in events}) == len(events)
 
 

@@ -237,7 +237,8 @@ def test_only_logs_are_read(tmp_path: Path) -> None:
     (tmp_path / "logs" / "b2").mkdir()
     store = LogStore(str(tmp_path))
     assert store.generations() == [(1, 0)]
-    assert {rank: [Path(part.path).name for part in parts] for rank, parts in store.ranks(1, 0).items()} == {0: ["rank-0.log.1", "rank-0.log"]}
+    found = {rank: [Path(part.path).name for part in parts] for rank, parts in store.ranks(1, 0).items()}
+    assert found == {0: ["rank-0.log.1", "rank-0.log"]}
     assert LogStore(str(tmp_path / "nothing")).generations() == []
 
 
