@@ -55,11 +55,13 @@ def connect(address: str, token: str | None = None) -> None:
         os.environ.update({"RAY_gcs_rpc_server_reconnect_timeout_s": str(10 * 365 * 24 * 3600)})
         import ray
         from ray._private import worker
+        from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
         worker._worker_logs_enabled = False  # what nodes and workers say is in their logs, not on the server's terminal
         if ray.is_initialized():
             answer(ray.shutdown, CONNECT_S)
             _connected_to = None
+        AuthenticationTokenLoader.instance().reset_cache()  # it keeps the first token for ever
         answer(lambda: ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error"), CONNECT_S)
         _connected_to = address
 
