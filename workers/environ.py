@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from workers.messages import GroupSpec, LaunchOrder, Source
-from workers.processes import MARK
+from workers.processes import CLUSTER_MARK, MARK
 
 # Ray's own variables would make a script's ray.init() join our cluster; the others are Ray's defaults for its workers, not the user's wish.
 _NOT_PASSED = ("RAY_", "PYTHONBREAKPOINT", "OMP_NUM_THREADS", "KEEPSTEP_")
@@ -16,6 +16,8 @@ _NOT_PASSED = ("RAY_", "PYTHONBREAKPOINT", "OMP_NUM_THREADS", "KEEPSTEP_")
 def launcher_environment(base: Mapping[str, str], spec: GroupSpec, index: int, loopback: bool) -> dict[str, str]:
     """What the launcher is started with, and so what every process of the node carries from birth."""
     env = {k: v for k, v in base.items() if not k.startswith(_NOT_PASSED)}
+    if CLUSTER_MARK in base:
+        env[CLUSTER_MARK] = base[CLUSTER_MARK]
     env["OMP_NUM_THREADS"] = str(max(1, int(spec.cpus_per_node) // spec.processes_per_node))
     env["PYTHONUNBUFFERED"] = "1"
     env["TF_CPP_MIN_LOG_LEVEL"] = "2"

@@ -14,7 +14,9 @@ import time
 from pathlib import Path
 
 MARK = "KEEPSTEP_GROUP"
-SHM = Path("/dev/shm/keepstep")  # one folder per node of a group
+CLUSTER_MARK = "KEEPSTEP_CLUSTER"  # on everything that runs in an embedded cluster, so that it can be ended as a whole
+SHM_ROOT = "KEEPSTEP_SHM_ROOT"  # set where a cluster has a folder of its own
+SHM = Path(os.environ.get(SHM_ROOT, "/dev/shm/keepstep"))  # one folder per node of a group
 
 
 def of_group(key: str) -> list[int]:

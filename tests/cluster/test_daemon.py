@@ -158,7 +158,7 @@ def test_a_stop_leaves_nothing_of_actors_and_what_they_started(tmp_path: Path) -
     @ray.remote(num_cpus=0)
     class Parent:
         def start(self) -> int:
-            daemon.shared_memory(os.environ[daemon.MARK]).mkdir(parents=True)
+            daemon.shared_memory(os.environ[daemon.CLUSTER_MARK]).mkdir(parents=True)
             # Deaf to SIGTERM, in a session of its own, and without a parent soon.
             child = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(1000)"
             return subprocess.Popen([sys.executable, "-c", child], start_new_session=True).pid

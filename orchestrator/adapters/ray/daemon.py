@@ -21,9 +21,8 @@ from pathlib import Path
 import psutil
 
 from orchestrator.adapters.ray.session import ray_environment
+from workers.processes import CLUSTER_MARK, SHM_ROOT
 
-MARK = "KEEPSTEP_CLUSTER"
-SHARED_MEMORY = "KEEPSTEP_SHM"  # the folder below which the groups of this cluster keep their snapshots
 START_S = 120
 STOP_S = 1  # from SIGTERM to SIGKILL
 _OBJECT_STORE_BYTES = 200 * 1024**2  # of all nodes together; Ray takes no less than 75 MiB for one
@@ -112,7 +111,7 @@ def stop(state_dir: Path) -> bool:
 
 def shared_memory(cluster_id: str) -> Path:
     """Folder of all snapshots and boards of a cluster."""
-    return Path("/dev/shm/keepstep") / cluster_id
+    return Path(f"/dev/shm/keepstep-{cluster_id}")
 
 
 def _launch(state_dir: Path, cluster: Cluster, wanted: dict[str, object]) -> str:
@@ -141,8 +140,8 @@ def _environment(cluster: Cluster) -> dict[str, str]:
     """The caller's, without what would tie the daemon to another cluster or leak the server's secrets into it."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "KEEPSTEP_"))}
     own = {
-        MARK: cluster.id,
-        SHARED_MEMORY: str(shared_memory(cluster.id)),
+        CLUSTER_MARK: cluster.id,
+        SHM_ROOT: str(shared_memory(cluster.id)),
         "SPT_NOENV": "1",  # Ray would write the titles of its processes over their environment, and the mark with it
         "RAY_USAGE_STATS_ENABLED": "0",
     }
@@ -154,7 +153,7 @@ def _processes(cluster_id: str) -> set[psutil.Process]:
     marked: set[psutil.Process] = set()
     for process in psutil.process_iter():
         try:
-            if process.environ().get(MARK) == cluster_id and process.status() != psutil.STATUS_ZOMBIE:
+            if process.environ().get(CLUSTER_MARK) == cluster_id and process.status() != psutil.STATUS_ZOMBIE:
                 marked |= {process, *process.children(recursive=True)}
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
