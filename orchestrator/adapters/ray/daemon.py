@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -105,13 +106,15 @@ def stop(state_dir: Path) -> bool:
         living = set(psutil.wait_procs(living, timeout=STOP_S)[1])
     shutil.rmtree(cluster.temp_dir, ignore_errors=True)
     shutil.rmtree(shared_memory(cluster.id), ignore_errors=True)
+    with suppress(OSError):
+        shared_memory(cluster.id).parent.rmdir()  # unless another cluster uses it
     _file(state_dir).unlink(missing_ok=True)
     return True
 
 
 def shared_memory(cluster_id: str) -> Path:
     """Folder of all snapshots and boards of a cluster."""
-    return Path(f"/dev/shm/keepstep-{cluster_id}")
+    return Path("/dev/shm/keepstep") / cluster_id
 
 
 def _launch(state_dir: Path, cluster: Cluster, wanted: dict[str, object]) -> str:
