@@ -61,6 +61,8 @@ def upgrade() -> None:
         sa.Column("first_generation", sa.BigInteger(), nullable=False),
         sa.Column("generation", sa.BigInteger(), nullable=False),
         sa.Column("report_version", sa.BigInteger(), nullable=False),
+        sa.Column("events_seen", sa.BigInteger(), nullable=False),
+        sa.Column("checkpoints_seen", sa.Double(), nullable=True),
         sa.Column("prior_best_step", sa.BigInteger(), nullable=True),
         sa.Column("absent_since", sa.Double(), nullable=True),
         sa.Column("ending_since", sa.Double(), nullable=True),

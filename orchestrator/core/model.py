@@ -57,6 +57,8 @@ class Attempt:
     first_generation: int = 0
     generation: int = -1
     report_version: int = 0  # newest coordinator report that was saved
+    events_seen: int = 0  # number of its newest event that was saved
+    checkpoints_seen: float | None = None  # when its newest checkpoint that was saved was committed
     prior_best_step: int | None = None  # the job's best step when this attempt was made
     absent_since: float | None = None  # first of the newest observations in a row that found nothing of it
     ending_since: float | None = None  # when it was first told to end

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from orchestrator.core.decision import Decision
+from orchestrator.core.group_spec import HOUR
 from orchestrator.core.model import Event
 from orchestrator.core.states import AttemptState
-from workers.messages import Failure, GroupPhase, GroupReport, Incident
+from workers.messages import Failure, GroupEvent, GroupPhase, GroupReport, Incident
 
 
 def learn(d: Decision, report: GroupReport) -> None:
@@ -20,6 +21,7 @@ def learn(d: Decision, report: GroupReport) -> None:
         d.attempt_is(AttemptState.ACTIVE)
     if report.version <= d.attempt.report_version and report.outcome is None:
         return
+    _record_news(d, report)
     generation = max(d.job.generation, report.generation)
     d.learn_attempt(
         report_version=max(d.attempt.report_version, report.version),
@@ -33,30 +35,39 @@ def learn(d: Decision, report: GroupReport) -> None:
         metrics=report.metrics or d.job.metrics,
         generation=generation,
         restarts=max(0, generation),
-        failures=merged(d.job.failures, report.failures),
+        failures=merged(d.job.failures, report.failures, since=d.now - d.job.spec.restart.window_hours * HOUR),
         started_at=d.job.started_at or report.started_at,
-    )
-    d.record(
-        events=tuple(
-            Event(
-                job_id=d.job.id,
-                at=event.at,
-                reason=event.reason,
-                message=event.message,
-                source=f"attempt-{report.attempt}",
-                source_seq=event.seq,
-                attempt=report.attempt,
-                generation=event.generation,
-                rank=event.rank,
-            )
-            for event in report.events
-        ),
-        incidents=report.incidents,
-        checkpoints=report.checkpoints,
-        pruned=report.pruned,
     )
     if d.job.open_incident is not None and report.phase is GroupPhase.RUNNING:
         _close(d, d.job.open_incident, report)
+
+
+def _record_news(d: Decision, report: GroupReport) -> None:
+    """A report tells the whole attempt again; what was saved before is left out, for a report comes every second."""
+    seen = d.attempt
+    events = [event for event in report.events if event.seq > seen.events_seen]
+    checkpoints = [c for c in report.checkpoints if seen.checkpoints_seen is None or c.committed_at > seen.checkpoints_seen]
+    # An incident changes until the generation that follows it trains.
+    incidents = [i for i in report.incidents if i.generation >= seen.generation - 1 or report.outcome is not None]
+    d.record(tuple(_event(d.job.id, report.attempt, event) for event in events), tuple(incidents), tuple(checkpoints), report.pruned)
+    d.learn_attempt(
+        events_seen=max([seen.events_seen, *(event.seq for event in events)]),
+        checkpoints_seen=max((c.committed_at for c in checkpoints), default=seen.checkpoints_seen),
+    )
+
+
+def _event(job_id: str, attempt: int, event: GroupEvent) -> Event:
+    return Event(
+        job_id=job_id,
+        at=event.at,
+        reason=event.reason,
+        message=event.message,
+        source=f"attempt-{attempt}",
+        source_seq=event.seq,
+        attempt=attempt,
+        generation=event.generation,
+        rank=event.rank,
+    )
 
 
 def newest(old: int | None, new: int | None) -> int | None:
@@ -64,9 +75,9 @@ def newest(old: int | None, new: int | None) -> int | None:
     return max((step for step in (old, new) if step is not None), default=None)
 
 
-def merged(old: tuple[Failure, ...], new: tuple[Failure, ...]) -> tuple[Failure, ...]:
-    """Failures of both, each once, oldest first."""
-    known = {(failure.at, failure.cause, failure.signature): failure for failure in (*old, *new)}
+def merged(old: tuple[Failure, ...], new: tuple[Failure, ...], since: float) -> tuple[Failure, ...]:
+    """Failures of both that happened after ``since`` (Unix seconds), each once, oldest first; older ones no budget counts."""
+    known = {(failure.at, failure.cause, failure.signature): failure for failure in (*old, *new) if failure.at > since}
     return tuple(sorted(known.values(), key=lambda failure: failure.at))
 
 

@@ -5,15 +5,17 @@ Invariant: a job that advances is never given up while the budget of its window 
 
 from __future__ import annotations
 
+import re
+
 from orchestrator.core.actions import RemoveGroup
 from orchestrator.core.decision import Decision
 from orchestrator.core.group_spec import HOUR
 from orchestrator.core.model import Attempt, Job
-from orchestrator.core.reports import merged
 from orchestrator.core.states import AttemptState, Desired, JobState, Reason
 from workers.messages import Failure, FailureClass, Incident, Outcome
 
-CHARGED = frozenset({FailureClass.INFRASTRUCTURE, FailureClass.UNKNOWN})  # kinds that restart.max_infrastructure pays for
+# Kinds that restart.max_infrastructure pays for, here as in the coordinator.
+CHARGED = frozenset({FailureClass.INFRASTRUCTURE, FailureClass.UNKNOWN, FailureClass.PREEMPTION})
 STALLED_LOSSES = 2  # attempts lost in a row without a new best step
 FEWEST_RELAUNCHES = 3  # before a lack of progress may end a job
 
@@ -24,7 +26,7 @@ def lose(d: Decision, reason: Reason | str, message: str, at: float, incident: I
         incident = _incident(d, str(reason), message, at)
         d.record(incidents=(incident,))
         paid = Failure(at=at, kind=incident.kind, cause=incident.cause, signature=incident.cause, step=d.job.best_step)
-        d.learn(failures=merged(d.job.failures, (paid,)))
+        d.learn(failures=(*d.job.failures, paid))
     d.learn(open_incident=incident, stalled=0 if _gained(d.job, d.attempt) else d.job.stalled + 1)
     d.attempt_is(AttemptState.REMOVING, outcome=Outcome.LOST, reason=str(reason), message=message, ended_at=at)
     if d.job.state is not JobState.CANCELLING and d.job.desired is Desired.RUN:
@@ -54,7 +56,7 @@ def _gained(job: Job, attempt: Attempt) -> bool:
 
 
 def _incident(d: Decision, reason: str, message: str, at: float) -> Incident:
-    cause = {str(Reason.GROUP_LOST): "group_lost", str(Reason.START_TIMEOUT): "start_timeout"}.get(reason, "group_lost")
+    cause = re.sub(r"(?<!^)(?=[A-Z])", "_", reason).lower()  # GroupLost: group_lost
     return Incident(
         job_id=d.job.id,
         attempt=d.attempt.number,

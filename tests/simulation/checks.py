@@ -64,7 +64,7 @@ def check_job(before: Job, after: Job, storage: Storage) -> None:
         raise Violation(f"a step never goes back further than the newest checkpoint: {before.step} -> {after.step}")
     if (after.best_step or 0) < (before.best_step or 0) or after.generation < before.generation or after.attempt < before.attempt:
         raise Violation("best step, generation and attempt only grow")
-    if len(after.failures) < len(before.failures):
+    if not set(before.failures) <= set(after.failures):  # no run is as long as its window
         raise Violation("budgets survive: a failure was forgotten")
     if before.desired is not after.desired:
         raise Violation("only the service writes what is desired")
@@ -99,7 +99,7 @@ def check_verdict(job: Job, attempts: list[Attempt], user_error: bool) -> None:
     causes = {
         Reason.USER_ERROR: user_error,
         Reason.BUDGET_SPENT: len(charged) > job.spec.restart.max_infrastructure,
-        Reason.NO_PROGRESS: len(attempts) >= 4,
+        Reason.NO_PROGRESS: len(attempts) >= 4 or len(job.failures) >= 2,
         Reason.RUN_TIMEOUT: job.spec.timeouts.run_hours is not None,
     }
     if not causes.get(Reason(job.reason), False):

@@ -37,10 +37,10 @@ class SimCluster:
             call()
         for key in sorted(self.groups):
             group = self.groups[key]
-            if not group.placed:
-                group.placed = self._fits(group)
-            if group.placed and any(place.node_id in self.down for place in group.spec.nodes):
-                group.node_lost(now)
+            if not group.placed and self._fits(group):
+                group.place(now)
+            for node in self.node_ids:
+                group.node_is(node, node in self.down, now)
             group.advance(now)
 
     def _fits(self, group: SimGroup) -> bool:

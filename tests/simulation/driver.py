@@ -18,12 +18,11 @@ from orchestrator.service import Refused, Service
 from tests.simulation.checks import CheckedStore, Violation, check_verdict
 from tests.simulation.clock import Crash, Dice, SimClock
 from tests.simulation.cluster import SimCluster
-from workers.messages import FailureClass
 
 ROUNDS = 60  # with faults
 CALM_S = 3 * 3600.0  # within which everything must have ended
 ROOTS = Roots("/storage/jobs", "/storage/bundles")
-KINDS = (FailureClass.INFRASTRUCTURE, FailureClass.INFRASTRUCTURE, FailureClass.UNKNOWN, FailureClass.USER)
+FAILS = ("kill", "kill", "hang", "bug")
 
 
 class Run:
@@ -84,8 +83,8 @@ class Run:
                 "cpus_per_node": random.choice([1, 2, 4]),
                 "processes_per_node": random.randint(1, 2),
             },
-            "restart": {"max_infrastructure": random.choice([0, 2, 20])},
-            "timeouts": {"start_s": 40, "grace_s": random.choice([0, 5, 20]), "run_hours": random.choice([None, None, 0.05])},
+            "restart": {"max_infrastructure": random.choice([0, 2, 20]), "max_user_errors": random.choice([0, 0, 2])},
+            "timeouts": {"start_s": 60, "grace_s": random.choice([0, 5, 20]), "run_hours": random.choice([None, None, 0.05])},
             "priority": random.choice([50, 50, 70]),
         })  # fmt: skip
         try:
@@ -112,12 +111,14 @@ class Run:
             return
         key = random.choice(keys)
         group = cluster.groups[key]
-        match random.choice(["rank", "rank", "rank", "vanish", "silent", "coordinator"]):
+        match random.choice(["rank", "rank", "rank", "agent", "vanish", "silent", "coordinator"]):
             case "rank":
-                kind = random.choice(KINDS)
-                if kind is FailureClass.USER:
+                how = random.choice(FAILS)
+                if how == "bug":
                     self.user_errors.add(key[0])
-                group.rank_fails(kind, now)
+                group.rank_fails(how, now)
+            case "agent":
+                group.agent_dies(now, back_in=random.choice([0.5, 5, 100]))
             case "vanish":
                 cluster.vanish(key)
             case "silent":

@@ -1,35 +1,27 @@
-"""A simulated group: its ranks, their steps and what its coordinator knows. It keeps the wire contract; time makes it move.
+"""A simulated group: its agents, and a coordinator that follows the real rule of ``workers.restart``.
 
-``alive`` is the truth (ranks may train), the report is what can be known of it.
+Like the real one it saves its state before it acts on it; when it dies and returns, only the numbering of its reports may begin anew.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from tests.simulation.agents import BUG, GLOO, SimAgent, SimRank
 from tests.simulation.clock import Dice
-from workers.messages import (
-    CheckpointRecord,
-    Failure,
-    FailureClass,
-    GroupEvent,
-    GroupPhase,
-    GroupReport,
-    GroupSpec,
-    Incident,
-    Outcome,
-    Source,
-)
+from workers.group import EndRequest, Launch, ReadCatalog, SaveFinal, Seen, Stage, StopRanks, TerminateRanks, new_group
+from workers.messages import CheckpointFound, CheckpointRecord, FailureClass, GroupReport, GroupSpec
+from workers.restart import decide
 
 CHECKPOINT_EVERY = 20
-CHARGED = (FailureClass.INFRASTRUCTURE, FailureClass.UNKNOWN)
+CHARGED = (FailureClass.INFRASTRUCTURE, FailureClass.UNKNOWN, FailureClass.PREEMPTION)
 
 
 @dataclass
 class Storage:
-    """The folders of all jobs: committed steps, newest last, and who committed each."""
+    """The folders of all jobs: committed (attempt, generation, step) by job id, in the order of their commits."""
 
-    commits: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)  # job id -> (attempt, generation, step)
+    commits: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
 
     def newest(self, job_id: str) -> int:
         return max((step for _, _, step in self.commits.get(job_id, [])), default=0)
@@ -39,21 +31,17 @@ class SimGroup:
     def __init__(self, spec: GroupSpec, now: float, dice: Dice, storage: Storage) -> None:
         self.spec, self.dice, self.storage = spec, dice, storage
         self.total = int(spec.command[1])
-        self.placed = False
-        self.coordinator = True
+        self.rate = dice.between(1, 4)
+        self.agents: list[SimAgent] = []
         self.coordinator_back_at: float | None = None
         self.silent_until = 0.0
-        self.ready_at = now + dice.between(0.1, 4)
-        self.end_at: float | None = None
-        self.step = 0
-        self.memory: int | None = None  # step in host memory
-        self.rate = dice.between(1, 4)
         self.trained_at = now
-        self.seq = 0
-        self.generation = spec.first_generation
-        self.report = GroupReport(
-            spec.job_id, spec.attempt, 1, -1, GroupPhase.PLACING, "Placing", "waits for its nodes", failures=spec.prior_failures
-        )
+        self.catalog: tuple[CheckpointFound, ...] | None = None
+        self.final_saved = False
+        self.end_request: EndRequest | None = None
+        self.group = new_group(spec, now)
+        self.version = 1
+        self.report = self._report()
         self.history: list[GroupReport] = []
 
     @property
@@ -61,145 +49,169 @@ class SimGroup:
         return (self.spec.job_id, self.spec.attempt)
 
     @property
-    def alive(self) -> bool:
-        """Ranks may run and commit."""
-        return self.placed and self.report.outcome is None
+    def placed(self) -> bool:
+        return bool(self.agents)
+
+    def place(self, now: float) -> None:
+        self.agents = [SimAgent(p.index, p.node_id, self.spec.processes_per_node, now + self.dice.between(0.1, 5)) for p in self.spec.nodes]
+
+    @property
+    def ranks(self) -> list[SimRank]:
+        return [rank for agent in self.agents for rank in agent.ranks]
 
     def advance(self, now: float) -> None:
-        """Lets the time until ``now`` pass."""
-        if not self.coordinator and self.coordinator_back_at is not None and now >= self.coordinator_back_at:
-            self._coordinator_returns(now)
-        if self.report.outcome is not None or not self.placed:
-            self.trained_at = now
-            return
-        if self.report.phase is GroupPhase.RUNNING:
-            self._train(now)
-        self.trained_at = now
-        if self.report.outcome is not None or not self.coordinator:
-            return
-        if self.end_at is not None:
-            if now >= self.end_at:
-                self._finish(Outcome.STOPPED, "Stopped", "ended as asked", now)
-        elif now >= self.ready_at:
-            self._next_phase(now)
+        """Lets the time until ``now`` pass, in moments of a second."""
+        while self.trained_at < now:
+            moment = min(now, self.trained_at + 1.0)
+            self._train(moment - self.trained_at, moment)
+            self.trained_at = moment
+            for agent in self.agents:
+                agent.advance(moment)
+            self._coordinate(moment)
 
-    def _next_phase(self, now: float) -> None:
-        phase = self.report.phase
-        if phase is GroupPhase.PLACING:
-            self._say(GroupPhase.WARMING, "Warming", "launchers import")
-        elif phase is GroupPhase.WARMING:
-            self.step = self.storage.newest(self.spec.job_id) if self.memory is None else self.memory
-            self._say(GroupPhase.STARTING, "Launched", "ranks start", generation=self.generation)
-        elif phase in (GroupPhase.STARTING, GroupPhase.RECOVERING):
-            incidents = tuple(
-                i if i.recovered_at is not None else replace(i, recovered_at=now, resumed_step=self.step) for i in self.report.incidents
-            )
-            self._say(
-                GroupPhase.RUNNING,
-                "Training",
-                "trains",
-                incidents=incidents,
-                started_at=self.report.started_at or now,
-                resumed_step=self.step,
-                restored_from=Source.STORAGE if self.memory is None else Source.MEMORY,
-            )
-        self.ready_at = now + self.dice.between(0.1, 3)
+    # ranks
 
-    def _train(self, now: float) -> None:
-        before = self.step
-        self.step = min(self.total, before + int((now - self.trained_at) * self.rate) + 1)
-        self.memory = self.step
-        saved = []
-        for step in range(before + 1, self.step + 1):
+    def _train(self, seconds: float, now: float) -> None:
+        ranks = self.ranks
+        generations = {agent.generation for agent in self.agents}
+        if len(ranks) < self.spec.world_size or len(generations) > 1 or any(rank.hung and rank.ended_at is None for rank in ranks):
+            return
+        if any(rank.ended_at is not None for rank in ranks):
+            if any(rank.exit_code != 0 for rank in ranks):
+                for rank in ranks:
+                    rank.end(now, exit_code=1, error=GLOO)
+            return
+        before = min(rank.step for rank in ranks)
+        after = min(self.total, before + max(1, int(seconds * self.rate)))
+        for rank in ranks:
+            rank.reach(after, now)
+        for agent in self.agents:
+            agent.snapshot = after
+        for step in range(before + 1, after + 1):
             if step % CHECKPOINT_EVERY == 0:
-                self.storage.commits.setdefault(self.spec.job_id, []).append((self.spec.attempt, self.generation, step))
-                url = f"{self.spec.storage_url}/{step}.{self.spec.attempt}.{self.generation}"
-                saved.append(
-                    CheckpointRecord(self.spec.job_id, self.spec.attempt, self.generation, step, url, 1, 1, self.spec.world_size, now, 0.1)
-                )
-        if not self.coordinator:
-            return  # ranks train on; nobody notes it
-        best = max(self.step, self.report.best_step or 0)
-        self._say(step=self.step, best_step=best, checkpoints=(*self.report.checkpoints, *saved)[-5:], metrics={"loss": 1 / self.step})
-        if self.step >= self.total:
-            self._finish(Outcome.SUCCEEDED, "Completed", "all ranks ended with 0", now)
+                self._commit(step, now)
+        if after >= self.total:
+            for rank in ranks:
+                rank.end(now, exit_code=0)
 
-    def rank_fails(self, kind: FailureClass, now: float) -> None:
-        """A rank ends by a signal, an exception, or hangs; the coordinator restarts in place as the budget allows."""
-        if self.report.phase not in (GroupPhase.STARTING, GroupPhase.RUNNING, GroupPhase.RECOVERING) or not self.coordinator:
-            return
-        failure = Failure(now, kind, str(kind), f"{kind} at {self.spec.command[0]}", self.report.best_step)
-        failures = (*self.report.failures, failure)
-        spent = [f for f in failures if f.kind in CHARGED and f.at > now - self.spec.window_s]
-        stop = kind is FailureClass.USER or len(spent) > self.spec.max_infrastructure
-        incident = Incident(
-            self.spec.job_id,
-            self.spec.attempt,
-            self.generation,
-            now,
-            str(kind),
-            kind,
-            "a rank failed",
-            "stop" if stop else "restart_in_place",
+    def _commit(self, step: int, now: float) -> None:
+        generation = self.agents[0].generation
+        self.storage.commits.setdefault(self.spec.job_id, []).append((self.spec.attempt, generation, step))
+        url = f"{self.spec.storage_url}/{step}.{self.spec.attempt}.{generation}"
+        record = CheckpointRecord(self.spec.job_id, self.spec.attempt, generation, step, url, 1, 1, self.spec.world_size, now, 0.1)
+        self.group = replace(self.group, checkpoints=(*self.group.checkpoints, record)[-5:])
+
+    # coordinator
+
+    @property
+    def coordinator(self) -> bool:
+        return self.coordinator_back_at is None
+
+    def _coordinate(self, now: float) -> None:
+        if self.coordinator_back_at is not None:
+            if now < self.coordinator_back_at:
+                return
+            self.coordinator_back_at = None
+            self.version = 1 if self.dice.fault(0.5) else self.version
+        for _ in range(4):
+            seen = Seen(tuple(a.seen(now) for a in self.agents), self.catalog, None, self.final_saved, self.end_request)
+            if not self.agents and self.end_request is None:
+                return  # its placement group has no room yet
+            decision = decide(self.group, seen, now)
+            self.group = decision.group
+            for action in decision.actions:
+                self._do(action, now)
+        self._publish()
+
+    def _do(self, action: object, now: float) -> None:
+        match action:
+            case StopRanks():
+                for agent in self._reachable():
+                    agent.stop(now)
+            case TerminateRanks():
+                for rank in (rank for agent in self._reachable() for rank in agent.ranks):
+                    if self.dice.random.random() < 0.5:
+                        rank.end(now, signal=15, ours=True)
+            case Launch(generation, restore, await_step):
+                self.catalog = None
+                for agent in self._reachable():
+                    agent.launch(generation, restore, await_step, now)
+            case ReadCatalog():
+                steps = sorted({step for _, _, step in self.storage.commits.get(self.spec.job_id, [])}, reverse=True)
+                self.catalog = tuple(CheckpointFound(f"{self.spec.storage_url}/{step}", step) for step in steps)
+            case Stage(url):
+                for agent in self._reachable():
+                    agent.staged[url] = None
+            case SaveFinal():
+                self.final_saved = True
+
+    def _reachable(self) -> list[SimAgent]:
+        return [agent for agent in self.agents if agent.answers]
+
+    def _publish(self) -> None:
+        new = self._report()
+        if replace(new, version=self.report.version) != self.report:
+            self.history = [*self.history[-20:], self.report]
+            self.version += 1
+            self.report = replace(new, version=self.version)
+
+    def _report(self) -> GroupReport:
+        group = self.group
+        phase, reason = group.shown
+        ranks = tuple(r for r in group.ranks if r.generation == group.generation)
+        steps = [r.step for r in ranks if r.step]
+        return GroupReport(
+            job_id=self.spec.job_id,
+            attempt=self.spec.attempt,
+            version=self.version,
+            generation=group.generation,
+            phase=phase,
+            reason=group.reason or reason,
+            message=group.message or reason,
+            ranks=ranks,
+            step=min(steps) if steps and len(steps) == self.spec.world_size else None,
+            best_step=group.best_step,
+            failures=group.failures,
+            incidents=group.incidents,
+            events=group.events[-10:],
+            checkpoints=group.checkpoints,
+            started_at=group.started_at,
+            resumed_step=group.restore.step if group.restore else None,
+            outcome=group.outcome if group.ended_at is not None else None,
+            ended_at=group.ended_at,
         )
-        self.seq += 1
-        event = GroupEvent(self.seq, now, "RankFailed", f"a rank failed: {kind}", self.generation)
-        self._say(failures=failures, incidents=(*self.report.incidents, incident), events=(*self.report.events, event))
-        if stop:
-            reason = "UserError" if kind is FailureClass.USER else "BudgetSpent"
-            self._finish(Outcome.FAILED, reason, "no restart is left", now)
+
+    # what happens to it
+
+    def rank_fails(self, how: str, now: float) -> None:
+        """``how``: kill, bug or hang."""
+        living = [rank for rank in self.ranks if rank.ended_at is None]
+        if not living:
             return
-        self.generation += 1
-        self.ready_at = now + self.dice.between(0.1, 3)
-        self._say(GroupPhase.RECOVERING, "Restarting", "ranks start again", generation=self.generation)
+        rank = self.dice.random.choice(living)
+        if how == "hang":
+            rank.hung = True
+        elif how == "bug":
+            rank.end(now, exit_code=1, error=BUG)
+        else:
+            rank.end(now, signal=9)
 
-    def node_lost(self, now: float) -> None:
-        """Its coordinator gives the group up: another placement is needed."""
-        if self.alive and self.coordinator:
-            failure = Failure(now, FailureClass.INFRASTRUCTURE, "node_lost", "node_lost", self.report.best_step)
-            incident = Incident(
-                self.spec.job_id,
-                self.spec.attempt,
-                self.generation,
-                now,
-                "node_lost",
-                FailureClass.INFRASTRUCTURE,
-                "a node is gone",
-                "relaunch",
-            )
-            self._say(failures=(*self.report.failures, failure), incidents=(*self.report.incidents, incident))
-            self._finish(Outcome.LOST, "NodeLost", "a node is gone", now)
+    def agent_dies(self, now: float, back_in: float) -> None:
+        if self.agents:
+            self.dice.random.choice(self.agents).dies(now, back_in)
 
-    def _incident(self, kind: FailureClass, cause: str, action: str, now: float) -> Incident:
-        return Incident(self.spec.job_id, self.spec.attempt, self.generation, now, cause, kind, f"{cause}: {action}", action)
+    def node_is(self, node_id: str, down: bool, now: float) -> None:
+        for agent in self.agents:
+            if agent.node_id != node_id or down == (agent.unreachable_since is not None):
+                continue
+            agent.unreachable_since = now if down else None
+            if down:
+                agent.loses_memory()
+                agent.dies(now, back_in=0.0)
 
     def coordinator_dies(self, now: float, back_in: float) -> None:
-        self.coordinator, self.coordinator_back_at = False, now + back_in
-
-    def _coordinator_returns(self, now: float) -> None:
-        """With the memory of some earlier moment; its agents tell it the rest."""
-        self.coordinator, self.coordinator_back_at = True, None
-        if self.history and self.dice.fault(0.7):
-            old = self.dice.random.choice(self.history)
-            self.report = replace(old, step=self.report.step, generation=self.report.generation, started_at=self.report.started_at)
-        if self.report.outcome is None and self.placed:
-            self._say(GroupPhase.WARMING, "Reattaching", "collects its agents")
-            self.generation += 1
-            self.ready_at = now + 1
+        self.coordinator_back_at = now + back_in
 
     def end(self, now: float, grace_s: float) -> None:
-        if self.end_at is None and self.report.outcome is None:
-            self.end_at = now + self.dice.between(0, grace_s)
-            if not self.placed:
-                self._finish(Outcome.STOPPED, "Stopped", "ended before it was placed", now)
-            else:
-                self._say(GroupPhase.ENDING, "Ending", "ranks got SIGTERM")
-
-    def _finish(self, outcome: Outcome, reason: str, message: str, now: float) -> None:
-        self._say(GroupPhase.ENDED, reason, message, outcome=outcome, ended_at=now)
-
-    def _say(self, phase: GroupPhase | None = None, reason: str | None = None, message: str | None = None, **facts: object) -> None:
-        self.history = [*self.history[-20:], self.report]
-        old = self.report
-        words = {"phase": phase or old.phase, "reason": reason or old.reason, "message": message or old.message}
-        self.report = replace(old, version=old.version + 1, **words, **facts)  # type: ignore[arg-type]
+        if self.end_request is None:
+            self.end_request = EndRequest(now, grace_s)

@@ -140,6 +140,8 @@ def full_step(job: Job) -> JobStep:
         first_generation=2,
         generation=3,
         report_version=2**33,
+        events_seen=12,
+        checkpoints_seen=1_800_000_000.5,
         prior_best_step=5,
         absent_since=T0 + 2,
         ending_since=T0 + 3,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine, Table, and_, case, delete, false, insert, literal, or_, select, text, tuple_, update
@@ -222,21 +223,26 @@ def _guarded_update(connection: Connection, job: Job, names: Sequence[str]) -> J
     return replace(job, version=job.version + 1)
 
 
-def _insert(connection: Connection, table: Table) -> Any:
+def _insert_into(dialect: str, table: Table) -> Any:
     # Both dialects spell ON CONFLICT alike, but the generic insert does not know it.
-    return (sqlite if connection.dialect.name == "sqlite" else postgresql).insert(table)
+    return (sqlite if dialect == "sqlite" else postgresql).insert(table)
 
 
 def _insert_new(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]], unique: Sequence[str]) -> bool:
     """Inserts the rows whose ``unique`` columns are new; False when one was not."""
     # What comes back is counted, since the row count of an INSERT is not reliable in every driver.
-    statement = _insert(connection, table).on_conflict_do_nothing(index_elements=unique).returning(table.c[unique[0]])
+    statement = _insert_into(connection.dialect.name, table).on_conflict_do_nothing(index_elements=unique).returning(table.c[unique[0]])
     written = [connection.execute(statement, columns).first() is not None for columns in rows]
     return all(written)
 
 
 def _upsert(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]], unique: Sequence[str]) -> None:
-    for columns in rows:
-        statement = _insert(connection, table).values(columns)
-        changes = {name: statement.excluded[name] for name in columns if name not in unique}
-        connection.execute(statement.on_conflict_do_update(index_elements=unique, set_=changes))
+    if rows:
+        connection.execute(_upserting(connection.dialect.name, table, tuple(rows[0]), tuple(unique)), rows)
+
+
+@cache  # building it takes longer than running it
+def _upserting(dialect: str, table: Table, names: tuple[str, ...], unique: tuple[str, ...]) -> Any:
+    statement = _insert_into(dialect, table)
+    changes = {name: statement.excluded[name] for name in names if name not in unique}
+    return statement.on_conflict_do_update(index_elements=unique, set_=changes)

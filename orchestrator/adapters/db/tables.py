@@ -105,6 +105,8 @@ ATTEMPTS = Table(
     _number("first_generation"),
     _number("generation"),
     _number("report_version"),
+    _number("events_seen"),
+    _instant("checkpoints_seen", null=True),
     _number("prior_best_step", null=True),
     _instant("absent_since", null=True),
     _instant("ending_since", null=True),

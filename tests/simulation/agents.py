@@ -1,0 +1,137 @@
+"""Simulated nodes of a group: agents, ranks and the snapshots in their shared memory. The coordinator sees them as AgentSeen.
+
+Ranks step together; one that ended or hangs holds up the others, and those that wait for an ended one fail in consequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from workers.group import AgentSeen
+from workers.messages import AgentStatus, ErrorReport, Holding, RankPhase, RankReport, RankState, RestoreOrder
+
+GLOO = ErrorReport("RuntimeError", "Connection closed by peer", "", "train.py:3 in step")
+BUG = ErrorReport("ValueError", "a bug", "", "train.py:9 in step")
+
+
+@dataclass
+class SimRank:
+    rank: int
+    local: int
+    started_at: float
+    step: int
+    await_step: int
+    new_step_at: float | None = None
+    step_at: float | None = None
+    hung: bool = False
+    exit_code: int | None = None
+    signal: int | None = None
+    ours: bool = False
+    error: ErrorReport | None = None
+    ended_at: float | None = None
+
+    def end(
+        self, now: float, exit_code: int | None = None, signal: int | None = None, ours: bool = False, error: ErrorReport | None = None
+    ) -> None:
+        if self.ended_at is None:
+            self.exit_code, self.signal, self.ours, self.error, self.ended_at = exit_code, signal, ours, error, now
+
+    def reach(self, step: int, now: float) -> None:
+        if step > self.step:
+            self.step, self.step_at = step, now
+        if self.new_step_at is None and self.step >= self.await_step:
+            self.new_step_at = now
+
+
+@dataclass
+class SimAgent:
+    """``back_at``: its process is dead until then; None: it lives. Snapshots outlive it, for they are in shared memory."""
+
+    index: int
+    node_id: str
+    per_node: int
+    ready_at: float
+    incarnation: int = 0
+    back_at: float | None = None
+    unreachable_since: float | None = None
+    generation: int = -1
+    ranks: list[SimRank] = field(default_factory=list)
+    snapshot: int | None = None
+    staged: dict[str, str | None] = field(default_factory=dict)
+    told: AgentStatus | None = None  # what it said last
+
+    @property
+    def answers(self) -> bool:
+        return self.back_at is None and self.unreachable_since is None
+
+    def dies(self, now: float, back_in: float) -> None:
+        self.back_at = now + back_in
+        self.ranks, self.staged, self.generation = [], {}, -1
+
+    def loses_memory(self) -> None:
+        """Its machine went away: nothing of it is left."""
+        self.snapshot = None
+
+    def advance(self, now: float) -> None:
+        if self.back_at is not None and now >= self.back_at and self.unreachable_since is None:
+            self.back_at, self.incarnation, self.ready_at = None, self.incarnation + 1, now + 0.5
+
+    def seen(self, now: float) -> AgentSeen:
+        if self.answers:
+            self.told = self._status(now)
+        return AgentSeen(self.index, self.told, self.unreachable_since, died=self.back_at is not None)
+
+    def launch(self, generation: int, restore: RestoreOrder, await_step: int, now: float) -> None:
+        if generation <= self.generation or any(rank.ended_at is None for rank in self.ranks):
+            return
+        first = self.index * self.per_node
+        self.generation = generation
+        self.ranks = [SimRank(first + n, n, now, restore.step, await_step) for n in range(self.per_node)]
+
+    def stop(self, now: float) -> None:
+        for rank in self.ranks:
+            rank.end(now, signal=9, ours=True)
+
+    def _status(self, now: float) -> AgentStatus:
+        stopped = all(rank.ended_at is not None for rank in self.ranks)
+        held = range(self.index * self.per_node, (self.index + 1) * self.per_node)
+        return AgentStatus(
+            index=self.index,
+            incarnation=str(self.incarnation),
+            version=1,
+            ready=now >= self.ready_at,
+            problem=None,
+            generation=self.generation,
+            stopped=stopped,
+            ranks=tuple(self._report(rank) for rank in self.ranks),
+            holdings=() if self.snapshot is None else tuple(Holding(r, self.snapshot, self.generation, 0, False, 1, True) for r in held),
+            staged=dict(self.staged),
+            pinned={},
+            metrics={},
+        )
+
+    def _report(self, rank: SimRank) -> RankReport:
+        ended = rank.ended_at is not None
+        return RankReport(
+            rank=rank.rank,
+            node_index=self.index,
+            node_id=self.node_id,
+            local_rank=rank.local,
+            generation=self.generation,
+            pid=100 + rank.rank,
+            state=RankState.EXITED if ended else RankState.RUNNING,
+            phase=RankPhase.STEP,
+            phase_at=rank.started_at,
+            step=rank.step or None,
+            step_at=rank.step_at,
+            step_p99=0.5,
+            exit_code=rank.exit_code,
+            signal=rank.signal,
+            ours=rank.ours,
+            attached=True,
+            os_state="T" if rank.hung and not ended else None,
+            started_at=rank.started_at,
+            ended_at=rank.ended_at,
+            new_step_at=rank.new_step_at,
+            error=rank.error,
+        )
