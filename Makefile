@@ -1,0 +1,53 @@
+# Everything runs in .venv, which each target brings up to date by itself. Needs Python 3.11 or newer with pip, and make.
+# CPU only: where pip would take the CUDA build of torch, point it to the CPU one, e.g. PIP_EXTRA_INDEX_URL=<index> make demo.
+
+SHELL := /bin/bash
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name) 2>/dev/null)))
+VENV := .venv
+BIN := $(VENV)/bin
+# Two cores must do for tests; libraries that take all of them only slow each other down.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup demo test slow sim check bench clean
+.DELETE_ON_ERROR:
+
+setup: $(VENV)/.all  ## everything that demo, test, check and bench need
+
+demo: $(VENV)/.demo  ## a training job, a real kill -9, and the recovery; under two minutes
+	$(BIN)/keepstep demo
+
+test: $(VENV)/.all  ## all tests but the slow ones
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+slow: $(VENV)/.all  ## the tests that take minutes
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+sim: $(VENV)/.all  ## the simulation over many seeds: make sim SIM_SEEDS=5000, or one: make sim SIM_SEED=17
+	SIM_SEEDS=$(or $(SIM_SEEDS),1000) $(BIN)/python -m pytest tests/simulation --timeout=0 $(ARGS)
+
+check: $(VENV)/.all  ## lint, format, types, direction of imports
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest tests/test_imports.py
+
+bench: $(VENV)/.all  ## what the design promises, measured
+	set -e; for program in benchmarks/*.py; do $(BIN)/python $$program; done
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+
+# The system's pip fills the environment, since Debian's Python has no ensurepip to put one into it.
+$(BIN)/python:
+	$(if $(PYTHON),,$(error no Python 3 was found; install Python 3.11, or say make PYTHON=/path/to/python))
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, $(PYTHON) is older; say make PYTHON=...")'
+	$(PYTHON) -m venv --without-pip $(VENV)
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+	$(PYTHON) -m pip --python $(BIN)/python install -q -c constraints.txt -e '.[torch]'
+	@touch $@
+
+$(VENV)/.all: pyproject.toml constraints.txt | $(BIN)/python
+	$(PYTHON) -m pip --python $(BIN)/python install -q -c constraints.txt -e '.[torch,tensorflow,postgres,s3,dev]'
+	@touch $@ $(VENV)/.demo
