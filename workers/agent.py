@@ -45,11 +45,13 @@ class Agent:
         self.shm = SHM / f"{spec.key}.{index}"
         self.problem: str | None = None
         self.held: tuple[Holding, ...] = ()
+        self.surveyed = spec.first_generation - 2  # generation whose end was made sure of, and whose snapshots were verified
         self.staged: dict[str, str | None] = {}
         self.staging: set[str] = set()
         self.writing: int | None = None
         self.pinned: dict[int, int] = {}
         self._change = asyncio.Event()
+        self._order = asyncio.Lock()  # launch and stop, one after the other
         self._work: Path | None = None
         self._closed = False
         end_group(f"{spec.key}.{index}")  # what an earlier agent of this node left behind
@@ -98,7 +100,7 @@ class Agent:
         self.led_at = time.monotonic()
 
     def status(self) -> AgentStatus:
-        stopped = not self.ranks.living
+        stopped = self.surveyed >= self.ranks.generation and not self.ranks.living
         return AgentStatus(
             index=self.index,
             incarnation=self.incarnation,
@@ -120,8 +122,9 @@ class Agent:
         """Accept a new leader: (status, the highest term seen before, the newest state that a leader left here)."""
         before = self.term
         self._obey(term if term > before else before)
-        if not self.ranks.living:
-            await self._survey()
+        async with self._order:
+            if self.surveyed < self.ranks.generation and not self.ranks.reports():
+                await self._survey()  # this process has launched nothing yet
         return self.status(), before, self.kept
 
     async def poll(self, term: int, version: int) -> AgentStatus:
@@ -148,10 +151,14 @@ class Agent:
     async def launch(self, term: int, order: LaunchOrder, state: Kept) -> AgentStatus:
         self._obey(term)
         self.kept = state
-        if order.generation <= self.ranks.generation or not self.ranks.ready:
-            return self.status()
-        if self.ranks.living:
-            raise RuntimeError(f"generation {order.generation} cannot start: ranks of generation {self.ranks.generation} live")
+        async with self._order:
+            if order.generation > self.ranks.generation and self.ranks.ready:
+                self._launch(order)
+        return self.status()
+
+    def _launch(self, order: LaunchOrder) -> None:
+        if self.surveyed < self.ranks.generation or self.ranks.living:
+            raise RuntimeError(f"generation {order.generation} cannot start: generation {self.ranks.generation} was not stopped")
         kept_step = order.restore.step if order.restore.source == Source.MEMORY else 0
         discard_newer(self.shm, self.ranks.numbers, kept_step)
         self.held = ()
@@ -160,7 +167,6 @@ class Agent:
         if self.index == 0 and self.spec.framework == "pytorch":  # the next generation's store listens before it is needed
             asyncio.get_running_loop().call_later(0.2, self._store_ahead, order.generation + 1)
         self._changed()
-        return self.status()
 
     def _store_ahead(self, generation: int) -> None:
         if self.ranks.generation == generation - 1 and self.ranks.launcher_lives:
@@ -174,13 +180,13 @@ class Agent:
         """End every rank up to ``generation`` and survey the snapshots they left."""
         self._obey(term)
         self.kept = state
-        if self.ranks.generation <= generation:
-            if self.ranks.living or not self.held:
+        async with self._order:
+            if self.surveyed < self.ranks.generation <= generation or self.ranks.living:
                 stuck = await self.ranks.stop(generation)
                 if stuck:
                     self.problem = f"processes {stuck} do not end on SIGKILL; the node needs a restart"
-            await self._survey()
-            self._changed()
+                await self._survey()
+                self._changed()
         return self.status()
 
     async def _survey(self) -> None:
@@ -191,6 +197,7 @@ class Agent:
                 unpin(self.shm, self.ranks.numbers, holding.step)
         self.pinned = {}
         self.held = tuple(Holding(**asdict(h)) for h in found)
+        self.surveyed = self.ranks.generation
 
     async def terminate(self, term: int) -> AgentStatus:
         self._obey(term)

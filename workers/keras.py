@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import keras
@@ -28,6 +29,8 @@ class KeepStep(keras.callbacks.Callback):  # type: ignore[misc]
         executions = getattr(self.model, "steps_per_execution", 1)
         if executions != 1:
             raise StateError(f"steps_per_execution is {executions}; KeepStep needs 1, because it counts each step")
+        # The first epoch after a restart is the rest of one; Keras would warn that the input ran out.
+        warnings.filterwarnings("ignore", "Your input ran out of data", UserWarning)
         if self._run.restored:
             return
         self._run.restore(model=self.model, **self._parts)

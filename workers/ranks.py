@@ -306,6 +306,7 @@ class Ranks:
             first_step_at=seen.first_step_at,
             new_step_at=report.new_step_at or (min(new) if new else None),
             failed_at=seen.failed_at,
+            error=self._error(report.rank) if seen.failed_at else report.error,
             attached=seen.attached,
             os_state=os_state(report.pid) if report.pid and report.ended_at is None else None,
         )

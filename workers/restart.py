@@ -26,6 +26,7 @@ from workers.group import (
 from workers.messages import CheckpointFound, Failure, FailureClass, Incident, Outcome, RankPhase, RankReport, RestoreOrder, Source
 from workers.verdict import Verdict, judge, judge_hang, only_secondary
 
+EXIT_S = 5.0  # a rank whose script raised gets this long to end by itself
 CULPRIT_S = 0.3  # how long to wait for the culprit while only consequences were seen
 AGENT_RETURN_S = 45.0  # a dead agent process is started again by Ray within this time, else its node counts as lost
 AGENT_LOST_S = 3.0  # heartbeats missed for this long: the agent is missing
@@ -143,19 +144,20 @@ def _locate(group: Group, seen: Seen, now: float) -> Decision:
 
 
 def _stage(group: Group, seen: Seen, now: float) -> Decision:
-    assert group.restore is not None
-    assert group.restore.url is not None
-    url = group.restore.url
+    restore = group.restore
+    assert restore is not None
+    assert restore.url is not None
+    url = restore.url
     if _gone(seen, now):
         return decide(group.go(Doing.WARMING, now), seen, now)
     answers = {a.index: a.status.staged[url] for a in seen.agents if a.status and url in a.status.staged}
     problems = [p for p in answers.values() if p is not None]
     if problems:
-        group = group.say(now, "CheckpointSkipped", f"step {group.restore.step} at {url} cannot be used: {problems[0]}")
-        bad = CheckpointFound(url, group.restore.step, problems[0])
+        group = group.say(now, "CheckpointSkipped", f"step {restore.step} at {url} cannot be used: {problems[0]}")
+        bad = CheckpointFound(url, restore.step, problems[0])
         return decide(replace(group.go(Doing.LOCATING, now), excluded=(*group.excluded, bad)), seen, now)
     if len(answers) == len(seen.agents):
-        return _launch_from(group, seen, now, group.restore)
+        return _launch_from(group, seen, now, restore)
     return Decision(group, (Stage(url),), "ReadingCheckpoint", now + REPEAT_S)
 
 
@@ -198,10 +200,11 @@ def _launch(group: Group, seen: Seen, now: float) -> Decision:
 
 
 def _train(group: Group, seen: Seen, now: float) -> Decision:
-    ranks = _ranks(group, seen)
-    if group.end is not None and any(r.ended_at is None for r in ranks):
-        group = group.say(now, "EndRequested", f"SIGTERM to all ranks, SIGKILL after {group.end.grace_s:.0f} s").go(Doing.ENDING, now)
-        return Decision(group, (TerminateRanks(group.generation),), "EndRequested", now + group.end.grace_s)
+    ranks = tuple(_settled(r, now) for r in _ranks(group, seen))
+    end = group.end
+    if end is not None and any(r.ended_at is None for r in ranks):
+        group = group.say(now, "EndRequested", f"SIGTERM to all ranks, SIGKILL after {end.grace_s:.0f} s").go(Doing.ENDING, now)
+        return Decision(group, (TerminateRanks(group.generation),), "EndRequested", now + end.grace_s)
     away = _changed(group, seen, now)
     verdict = judge(ranks)
     if verdict is not None:
@@ -224,6 +227,13 @@ def _train(group: Group, seen: Seen, now: float) -> Decision:
         else:
             return Decision(group, (), "WaitingForFirstStep", min(t for t in (ready_at, hang_at, now + 60.0) if t is not None))
     return Decision(group, (), "Training", hang_at)
+
+
+def _settled(rank: RankReport, now: float) -> RankReport:
+    """A rank whose script raised but whose process hangs on its way out counts as ended."""
+    if rank.ended_at is None and rank.failed_at is not None and now - rank.failed_at > EXIT_S:
+        return replace(rank, exit_code=1, ended_at=rank.failed_at)
+    return rank
 
 
 def _training_since(group: Group, ranks: tuple[RankReport, ...], now: float) -> float | None:
@@ -443,9 +453,10 @@ def _close(group: Group, now: float, outcome: Outcome, reason: str, message: str
 def _closing(group: Group, seen: Seen, now: float) -> Decision:
     present = [a for a in seen.agents if a.status is not None and a not in _gone(seen, now)]
     if all(a.status and a.status.stopped for a in present):
-        assert group.outcome is not None
+        outcome = group.outcome
+        assert outcome is not None
         group = replace(group.go(Doing.ENDED, now), ended_at=_ended_at(group, now))
-        return Decision(group.say(now, group.outcome.capitalize(), group.message), (), group.reason)
+        return Decision(group.say(now, outcome.capitalize(), group.message), (), group.reason)
     return Decision(group, (StopRanks(group.generation),), "StoppingRanks", now + REPEAT_S)
 
 

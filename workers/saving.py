@@ -60,9 +60,11 @@ class Saver:
         if self.busy or len(statuses) < len(self.spec.nodes):
             return
         step, stale = common_pin(statuses, self.spec.world_size)
+        if step is not None and step <= (self.group().checkpoint_step or 0):
+            return  # committed; the statuses do not show yet that it was given back
         if step is not None:
             self.task = asyncio.create_task(self._save(step, self.group().generation))
-        elif stale:
+        elif stale - {self.group().checkpoint_step}:
             self.task = asyncio.create_task(self._give_back(stale))
         else:
             self._ask(statuses, now)

@@ -47,10 +47,8 @@ class Verdict:
 
 
 def failed(rank: RankReport) -> bool:
-    """Ended by itself other than with 0, or by a signal that is not ours; or its script raised and the process will not go."""
-    if rank.ours:
-        return False
-    return bool(rank.exit_code) or rank.signal is not None or rank.failed_at is not None
+    """Ended by itself other than with 0, or by a signal that is not ours."""
+    return not rank.ours and (bool(rank.exit_code) or rank.signal is not None)
 
 
 def secondary(rank: RankReport) -> bool:
@@ -63,7 +61,7 @@ def secondary(rank: RankReport) -> bool:
 
 def judge(ranks: Sequence[RankReport]) -> Verdict | None:
     """The verdict over the ranks of one generation; None where nothing failed."""
-    failures = sorted((r for r in ranks if failed(r)), key=lambda r: (secondary(r), r.ended_at or r.failed_at or 0.0, r.rank))
+    failures = sorted((r for r in ranks if failed(r)), key=lambda r: (secondary(r), r.ended_at or 0.0, r.rank))
     if not failures:
         return None
     first = failures[0]
@@ -116,7 +114,7 @@ def _by_signal(rank: RankReport) -> Verdict:
 
 
 def _by_exit(rank: RankReport) -> Verdict:
-    at = rank.ended_at or rank.failed_at or 0.0
+    at = rank.ended_at or 0.0
     if rank.drill is not None and rank.exit_code == DRILL_EXIT_CODE:
         evidence = f"rank {rank.rank} ended with exit code {rank.exit_code}, injected by drill {rank.drill}"
         return Verdict(FailureClass.INFRASTRUCTURE, "exit_code", rank.rank, evidence, "drill exit", at, rank.tail, rank.exit_code, drill=rank.drill)

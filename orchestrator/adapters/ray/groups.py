@@ -7,6 +7,7 @@ when Ray itself says that neither its coordinator nor its placement group exists
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from workers.processes import sweep
 REPORT_S = 2.0
 CLOSE_S = 15.0
 _GIB = 2**30
+_OURS = re.compile(r"(job-[a-z2-7]{12})\.(\d+)\.")
 
 
 def key_of(job_id: str, attempt: int) -> str:
@@ -51,6 +53,17 @@ class RayGroups:
                 with contextlib.suppress(ray.exceptions.RayError):
                     views[key] = GroupView(Presence.PRESENT, ray.get(ref))
         return views
+
+    def existing(self) -> frozenset[tuple[str, int]]:
+        """(job id, attempt) of every group of which anything exists in Ray."""
+        return answer(self._existing)
+
+    def _existing(self) -> frozenset[tuple[str, int]]:
+        from ray.util.placement_group import placement_group_table
+
+        names = _actor_names()
+        names += [str(p["name"]) + "." for p in placement_group_table().values() if p["state"] != "REMOVED"]
+        return frozenset((match[1], int(match[2])) for name in names if (match := _OURS.match(name)))
 
     def create(self, spec: GroupSpec) -> None:
         answer(lambda: self._create(spec), 10.0)
@@ -185,10 +198,7 @@ class RayGroups:
 
     def _agents(self, key: str) -> list[Any]:
         """Living agents of the group."""
-        import ray
-
-        names = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == NAMESPACE]
-        found = [_actor(name) for name in names if name.startswith(f"{key}.agent.")]
+        found = [_actor(name) for name in _actor_names() if name.startswith(f"{key}.agent.")]
         return [actor for actor in found if actor is not None]
 
     def _placement_group(self, key: str) -> Any | None:
@@ -197,6 +207,12 @@ class RayGroups:
         with contextlib.suppress(ValueError):
             return ray.util.get_placement_group(key)
         return None
+
+
+def _actor_names() -> list[str]:
+    import ray
+
+    return [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == NAMESPACE]
 
 
 def _actor(name: str) -> Any | None:
