@@ -78,11 +78,7 @@ class Batches:
             return tf.TensorSpec((None, *array.shape[1:]), array.dtype)
 
         specs = tuple(signature(array) for array in sample) if isinstance(sample, tuple) else signature(sample)
-        dataset = tf.data.Dataset.from_generator(lambda: iter(self), output_signature=specs)
-        # Keras would take the shorter first epoch after a restart for the length of every epoch, so it is told the length of a whole one.
-        # Not by assert_cardinality, which makes a shorter epoch an error.
-        dataset.cardinality = lambda: tf.constant(len(self), tf.int64)
-        return dataset
+        return tf.data.Dataset.from_generator(lambda: iter(self), output_signature=specs)
 
     def step_finished(self) -> None:
         """Called by ``run.step``."""

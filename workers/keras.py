@@ -2,50 +2,67 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import keras
 
 from workers.checkpoint.tree import StateError
+from workers.data import Batches
 from workers.run import Run
+
+# Truthy, so that Keras leaves the loop over batches; told apart from a True that someone else set.
+_END_OF_EPOCH = "end of epoch"
 
 
 class KeepStep(keras.callbacks.Callback):  # type: ignore[misc]
     """``model.fit(data.dataset(), callbacks=[KeepStep(run, data=data)])``.
 
-    ``parts`` are restored with the model, unless the script called ``run.restore`` itself. With a ``data`` part from workers.data the fit
-    goes on at the next batch, in the middle of an epoch too; without one it goes on at the beginning of the epoch. Other callbacks that
-    look at ``run.steps`` belong after this one.
+    ``parts`` are restored with the model, unless the script called ``run.restore`` itself. With Batches of workers.data among the parts the
+    fit goes on at the next batch, in the middle of an epoch too; without, at the beginning of the epoch. Other callbacks that look at
+    ``run.steps`` belong after this one.
     """
 
     def __init__(self, run: Run, **parts: Any) -> None:
         super().__init__()
         self._run = run
-        self._parts = parts
+        self._named = parts
+        self._data: Batches | None = None
+        self._epoch = 0
         self._evaluation: Any = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         executions = getattr(self.model, "steps_per_execution", 1)
         if executions != 1:
             raise StateError(f"steps_per_execution is {executions}; KeepStep needs 1, because it counts each step")
-        # The first epoch after a restart is the rest of one; Keras would warn that the input ran out.
-        warnings.filterwarnings("ignore", "Your input ran out of data", UserWarning)
-        if self._run.restored:
-            return
-        self._run.restore(model=self.model, **self._parts)
-        data = self._parts.get("data")
-        steps = self.params.get("steps")
-        # Keras reads this after the callback; its own BackupAndRestore does the same.
-        if data is not None and hasattr(data, "epoch"):
-            self.model._initial_epoch = data.epoch
-        elif steps:
-            self.model._initial_epoch = self._run.steps // steps
+        fresh = not self._run.restored
+        if fresh:
+            self._run.restore(model=self.model, **self._named)
+        self._data = next((part for part in self._run.parts.values() if isinstance(part, Batches)), None)
+        if fresh and self._run.steps:
+            # Keras reads this after the callback; its own BackupAndRestore does the same.
+            self.model._initial_epoch = self._first_epoch()
+
+    def _first_epoch(self) -> int:
+        if self._data is not None:
+            return self._data.epoch
+        return self._run.steps // (self.params.get("steps") or self._run.steps)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if self._data is not None:
+            self._epoch = self._data.epoch
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._run.step(**(logs or {}))
+        if self._data is not None and self._data.epoch != self._epoch:
+            # Leave before Keras asks for a batch too many: its graph draws the random numbers of that step all the same, and the length of
+            # a first epoch that is the rest of one would be taken for the length of all.
+            self.model.stop_training = _END_OF_EPOCH
         if self._run.should_stop:
             self.model.stop_training = True
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self.model.stop_training == _END_OF_EPOCH:
+            self.model.stop_training = False
 
     def on_test_begin(self, logs: Any = None) -> None:
         self._evaluation = self._run.phase("eval")

@@ -75,7 +75,10 @@ class Launcher:
                             os.read(waker, 4096)
                         self.reap()
                         continue
-                    data, fds, _, _ = socket.recv_fds(self.link, MESSAGE_BYTES, 4)
+                    try:
+                        data, fds, _, _ = socket.recv_fds(self.link, MESSAGE_BYTES, 4)
+                    except ConnectionResetError:  # the agent died with our words unread
+                        data = b""
                     if not data:
                         self.end_all(keep_stores_after=None)
                         return None

@@ -74,6 +74,11 @@ class Run:
         """``restore`` was called."""
         return self._parts is not None
 
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What was named in ``restore``; empty before."""
+        return dict(self._parts or {})
+
     # -- state
 
     def restore(self, **parts: Any) -> SimpleNamespace:
