@@ -168,7 +168,7 @@ class _Show:
                 self._incident = incident
                 phases = ", ".join(f"{name} {ms:.0f}" for name, ms in incident["phases_ms"].items())
                 self._console.print(
-                    f"[bold]4.[/] [green]recovered in {incident['recovery_seconds']:.2f} s[/], {incident['lost_steps']} steps lost, "
+                    f"[bold]4.[/] [green]recovered in {incident['recovery_seconds']:.2f} s[/], {_steps(incident['lost_steps'])} to do again, "
                     f"state from {incident['restored_from']}\n   {incident['message']}\n   phases in ms: {phases}",
                     markup=True,
                 )
@@ -187,6 +187,10 @@ class _Show:
         self._console.print("[bold]5.[/] what the trained model writes:\n")
         self._console.print("".join(self._sample).strip(), style="cyan", markup=False)
         self._console.print(
-            f"\n[bold]SUCCEEDED[/] in {seconds:.0f} s: all {STEPS} steps finished, {again} of them twice, {job['restarts']} restart, "
+            f"\n[bold]SUCCEEDED[/] in {seconds:.0f} s: all {STEPS} steps finished, {again} of them twice, "
             f"down for {self._incident['recovery_seconds']:.2f} s, nobody had to do anything."
         )
+
+
+def _steps(count: int | None) -> str:
+    return "an unknown number of steps" if count is None else f"{count} step{'' if count == 1 else 's'}"

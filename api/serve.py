@@ -58,6 +58,7 @@ def serve(settings: Settings, nodes: int, gpus_per_node: int, ready: Callable[[s
         token = access_token(settings)
         address = _address(settings.host, listener)
         control = stack.enter_context(bootstrap.running(settings, nodes, gpus_per_node))
+        stack.enter_context(_signals(servers))  # again: connecting to Ray put a handler in their place that prints a crash report
 
         def answering() -> None:
             stack.enter_context(server_record.announced(settings.state_dir, address))

@@ -57,4 +57,4 @@ def _print(event: LogEvent, prefixed: bool, as_json: bool) -> None:
         sys.stdout.write(f"[rank {event.data['rank']}] {text.removesuffix(chr(10))}\n" if prefixed else text)
         sys.stdout.flush()
     elif event.kind == "job":
-        show.remark(f"--- {event.data['id']} {event.data['state']}: {event.data['message']}")
+        show.remark(f"--- {event.data['id']} {event.data['state']}: {event.data['message'] or event.data['reason']}")
