@@ -217,7 +217,9 @@ class Run:
             return
         if self._writer is not None and self._writer.newest < self.steps:
             self._enter(RankPhase.SAVE)
-            self._snapshot(pin=True)
+            self._snapshot(pin=False)
+        if self._writer is not None:
+            self._writer.pin_newest()
         self._writer = None
         self._enter(RankPhase.DONE)
         self._framework.close()

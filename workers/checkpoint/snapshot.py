@@ -21,6 +21,7 @@ import xxhash
 
 from workers.checkpoint.layout import Layout, lay_out, partition, spec_json
 from workers.checkpoint.slots import (
+    AT_PINNED,
     AT_STATE,
     COMPLETE,
     HEADER,
@@ -164,13 +165,21 @@ class SnapshotWriter:
         self.newest = step
         return Written(step, pin, time.perf_counter() - begun, cold)
 
-    def _choose(self) -> tuple[_Slot, bool]:
-        """(the slot to overwrite, is one pinned): the oldest that is neither pinned nor the newest complete one."""
+    def pin_newest(self) -> None:
+        """Pin the newest complete slot, unless an older one is pinned."""
+        newest, pinned = self._newest_and_pinned()
+        if newest is not None and newest.memory is not None and not pinned:
+            _WORD.pack_into(newest.memory, AT_PINNED, 1)
+
+    def _newest_and_pinned(self) -> tuple[_Slot | None, list[_Slot]]:
         for slot in self._slots:
             slot.refresh()
         complete = [s for s in self._slots if s.header.complete]
-        newest = max(complete, key=lambda s: s.header.sequence, default=None)
-        pinned = [s for s in complete if s.header.pinned]
+        return max(complete, key=lambda s: s.header.sequence, default=None), [s for s in complete if s.header.pinned]
+
+    def _choose(self) -> tuple[_Slot, bool]:
+        """(the slot to overwrite, is one pinned): the oldest that is neither pinned nor the newest complete one."""
+        newest, pinned = self._newest_and_pinned()
         free = [s for s in self._slots if s is not newest and s not in pinned]
         # A slot that exists has warm pages; the third is made only while one is pinned.
         usable = [s for s in free if s.exists]
