@@ -13,6 +13,12 @@ from orchestrator.adapters.db.schema import upgrade
 from orchestrator.adapters.db.store import SqlStore
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Here and not in tests/simulation, for pytest must know options before it looks into folders."""
+    parser.addoption("--sim-seeds", type=int, default=200, help="how many seeds the simulation runs, from 0")
+    parser.addoption("--sim-seed", type=int, default=None, help="run the simulation with this seed only")
+
+
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test talks to the cluster or server of whoever runs it."""

@@ -28,12 +28,13 @@ UNREACHABLE_S = 10.0  # shorter silences are not worth telling
 END_MARGIN_S = 60.0  # after the grace, before a group that does not end is removed
 START_MARGIN_S = 60.0  # the coordinator's own verdict about a slow start comes first
 
-STATE_OF_PHASE: dict[GroupPhase, tuple[JobState, Reason] | None] = {
-    GroupPhase.PLACING: (JobState.STARTING, Reason.PLACED),
-    GroupPhase.WARMING: (JobState.STARTING, Reason.WARMING),
-    GroupPhase.STARTING: (JobState.STARTING, Reason.LAUNCHED),
-    GroupPhase.RUNNING: (JobState.RUNNING, Reason.TRAINING),
-    GroupPhase.RECOVERING: (JobState.RECOVERING, Reason.RECOVERING),
+# What a group's phase makes of its job, and what is said where the coordinator says nothing.
+STATE_OF_PHASE: dict[GroupPhase, tuple[JobState, Reason, str] | None] = {
+    GroupPhase.PLACING: (JobState.STARTING, Reason.PLACED, "its agents are being started"),
+    GroupPhase.WARMING: (JobState.STARTING, Reason.WARMING, "launchers import the framework"),
+    GroupPhase.STARTING: (JobState.STARTING, Reason.LAUNCHED, "its ranks are being started"),
+    GroupPhase.RUNNING: (JobState.RUNNING, Reason.TRAINING, "trains"),
+    GroupPhase.RECOVERING: (JobState.RECOVERING, Reason.RECOVERING, "its ranks are being started again"),
     GroupPhase.ENDING: None,  # stays what it was until the outcome is known
     GroupPhase.ENDED: None,
 }
@@ -218,11 +219,14 @@ def _follow(d: Decision, seen: Seen) -> bool:
     if seen.report is None:
         return False
     shown = STATE_OF_PHASE[seen.report.phase]
-    if shown is not None:
-        state, reason = shown
-        if state is JobState.STARTING and d.job.state in (JobState.RUNNING, JobState.RECOVERING):
-            state, reason = JobState.RECOVERING, Reason.RECOVERING  # a new coordinator collects its agents again
-        d.job_is(state, reason, seen.report.message)
+    if shown is None:
+        return True
+    state, reason, text = shown
+    if state is JobState.STARTING and d.job.state in (JobState.RUNNING, JobState.RECOVERING):
+        state, reason, text = JobState.RECOVERING, Reason.RECOVERING, "a new coordinator collects its agents"
+    if state is JobState.RECOVERING and seen.report.incidents:
+        text = seen.report.incidents[-1].message
+    d.job_is(state, reason, seen.report.message or text)
     return True
 
 

@@ -24,7 +24,7 @@ class CheckedStore:
 
     def __init__(self, store: Any, dice: Dice, storage: Storage) -> None:
         self._store, self._dice, self._storage = store, dice, storage
-        self.saves = 0
+        self._attempts: dict[str, dict[int, Attempt]] = {}  # as saved last
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -40,12 +40,12 @@ class CheckedStore:
         if self._dice.fault(0.01):
             raise Crash("before the save")
         before = self._store.job(step.job.id)
-        attempts = {a.number: a for a in self._store.attempts(step.job.id)}
         saved: Job = self._store.save_step(step)
-        self.saves += 1
         check_job(before, saved, self._storage)
         if step.attempt is not None:
-            check_attempt(before, attempts, step.attempt)
+            known = self._attempts.setdefault(step.job.id, {})
+            check_attempt(before, known, step.attempt)
+            known[step.attempt.number] = step.attempt
         if self._dice.fault(0.01):
             raise Unavailable("saved, but the answer was lost")
         if self._dice.fault(0.01):

@@ -168,7 +168,7 @@ class Run:
         while not self._at_rest():
             if self.clock.now() > until:
                 raise Violation(f"every job ends: {self._open()}, groups {sorted(self.cluster.groups)}")
-            self.clock.at += self.dice.between(0.5, 8)
+            self.clock.at += self.dice.between(1, 10)
             self.cluster.advance()
             self._pass(0)
             self._check_now()
@@ -179,7 +179,7 @@ class Run:
                 raise Violation(f"no attempt outlives its job: {job_id}")
 
     def _at_rest(self) -> bool:
-        return not self._open() and not self.cluster.groups and not self.cluster.late
+        return not self.cluster.groups and not self.cluster.late and not self._open()
 
     def _open(self) -> list[str]:
         return [f"{job.id} {job.state}/{job.reason}: {job.message}" for job in self.store.open_jobs()[0]]
