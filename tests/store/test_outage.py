@@ -6,11 +6,11 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event as Flag
-from threading import Thread
 
 import pytest
 
@@ -112,25 +112,20 @@ def quick_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tupl
     engine.dispose()
 
 
-def test_a_writer_waits_for_a_lock_and_readers_do_not(sqlite_store: SqlStore, tmp_path: Path) -> None:
-    job = new_job(1)
-    other = sqlite3.connect(tmp_path / "keepstep.db", isolation_level=None, check_same_thread=False)
+def test_writers_wait_for_a_lock_and_readers_do_not(sqlite_store: SqlStore, tmp_path: Path) -> None:
+    other = sqlite3.connect(tmp_path / "keepstep.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    written = Flag()
-
-    def write() -> None:
-        sqlite_store.add_job(job, submitted(job), None, "h")
-        written.set()
-
-    thread = Thread(target=write)
-    thread.start()
-    assert sqlite_store.jobs(None, {}, 5, None) == ([], None)
-    assert not written.wait(0.3)
-    other.execute("COMMIT")
-    other.close()
-    assert written.wait(5)
-    thread.join()
-    assert sqlite_store.job(job.id) == job
+    jobs = [new_job(number) for number in range(20)]  # more than there are connections
+    with ThreadPoolExecutor(20) as pool:
+        writes = [pool.submit(sqlite_store.add_job, job, submitted(job), None, "h") for job in jobs]
+        began = time.monotonic()
+        assert sqlite_store.jobs(None, {}, 5, None) == ([], None)
+        assert time.monotonic() - began < 2
+        assert not any(write.done() for write in writes)
+        other.execute("COMMIT")
+        other.close()
+        assert all(write.result()[1] for write in writes)
+    assert len(sqlite_store.jobs(None, {}, 50, None)[0]) == 20
 
 
 def test_a_lock_that_is_never_given_back_is_unavailable(quick_file: tuple[Path, SqlStore]) -> None:

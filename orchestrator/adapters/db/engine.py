@@ -7,11 +7,13 @@ database, except at ``open_engine``.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+from weakref import WeakKeyDictionary
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, ProgrammingError, TimeoutError
@@ -21,6 +23,7 @@ from orchestrator.ports import Unavailable
 
 WAIT_S = 10
 _NO_TABLE = ("no such table", "does not exist")  # as SQLite and PostgreSQL say it
+_turns: WeakKeyDictionary[Engine, threading.Lock] = WeakKeyDictionary()
 _WRITE = "keepstep_write"
 _POSTGRES_OPTIONS = f"-c lock_timeout={WAIT_S}s -c statement_timeout=30s -c idle_in_transaction_session_timeout=60s"
 _POSTGRES_SOCKET = {"connect_timeout": 5, "keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count": 3, "tcp_user_timeout": 10_000}
@@ -43,8 +46,23 @@ def open_engine(url: str | URL) -> Engine:
 @contextmanager
 def writing(engine: Engine) -> Iterator[Connection]:
     """One transaction that writes. Raises Unavailable when the database does not answer."""
-    with answering(), engine.connect().execution_options(**{_WRITE: True}) as connection, connection.begin():
+    with answering(), _turn(engine), engine.connect().execution_options(**{_WRITE: True}) as connection, connection.begin():
         yield connection
+
+
+@contextmanager
+def _turn(engine: Engine) -> Iterator[None]:
+    """SQLite has one writer: the others queue here, where waking is prompt, and leave the connections to readers."""
+    lock = _turns.get(engine)
+    if lock is None:
+        yield
+    elif lock.acquire(timeout=WAIT_S):
+        try:
+            yield
+        finally:
+            lock.release()
+    else:
+        raise Unavailable(f"database: other writers did not end within {WAIT_S} s")
 
 
 @contextmanager
@@ -81,6 +99,7 @@ def _sqlite(url: URL) -> Engine:
         path.touch(mode=0o600)
         existing = url.set(database=f"file:{quote(str(path))}", query={"mode": "rw", "uri": "true"})
         engine = create_engine(existing, connect_args={"timeout": WAIT_S}, pool_size=8, max_overflow=0, pool_timeout=WAIT_S)
+    _turns[engine] = threading.Lock()
     event.listen(engine, "connect", _set_up_sqlite)
     event.listen(engine, "begin", _begin_sqlite)
     return engine
