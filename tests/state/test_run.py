@@ -1,0 +1,200 @@
+"""What user code holds, in this process: parts, errors, the environment. Whole runs are in test_exact."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from workers.board import Board
+from workers.checkpoint.slots import holdings
+from workers.checkpoint.tree import StateError, flatten
+from workers.environment import BadEnvironment, read_environment
+from workers.frameworks.plain import Plain
+from workers.run import Run
+
+
+def rank(shm: Path | None, **variables: str) -> Run:
+    if shm is not None:
+        Board.create(shm / "board-0", 0, 0)
+        variables = {"KEEPSTEP_SHM": str(shm), "KEEPSTEP_SNAPSHOT_EVERY": "1"} | variables
+    return Run(read_environment(variables), Plain())
+
+
+def again(shm: Path, step: int) -> Run:
+    return rank(shm, KEEPSTEP_RESTORE=json.dumps({"step": step, "source": "memory", "staged": None}))
+
+
+def test_a_tree_is_returned_and_passed_on(shm: Path) -> None:
+    run = rank(shm)
+    state = run.restore(state={"w": np.zeros(3)}).state
+    for _ in range(3):
+        state = {"w": state["w"] + 1}
+        run.step(state=state, loss=torch.tensor(2.0))
+    found = again(shm, 3).restore(state={"w": np.zeros(3)})
+    assert (found.step, found.source, found.state["w"].tolist()) == (3, "memory", [3.0, 3.0, 3.0])
+    assert Board.open(shm / "board-0").read().restored == 3
+
+
+def test_random_generators_go_on(shm: Path) -> None:
+    import random
+
+    run, draw = rank(shm), np.random.default_rng(3)
+    run.restore(draw=draw)
+    random.seed(1)
+    np.random.seed(1)
+    draw.random()
+    run.step()
+    expected = (random.random(), np.random.rand(), draw.random())
+    other = np.random.default_rng(99)
+    again(shm, 1).restore(draw=other)
+    assert (random.random(), np.random.rand(), other.random()) == expected
+
+
+def test_alone_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = rank(None)
+    assert run.restore(state=1).step == 0
+    run.step(loss=1)
+    run.finish()
+    assert run.steps == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_leaf_that_cannot_be_saved_ends_training_at_the_first_step(shm: Path) -> None:
+    run = rank(shm)
+    run.restore(state={"model": {"hook": print}})
+    with pytest.raises(StateError, match=r"own/parts/state/model/hook: a builtins.builtin_function_or_method cannot be saved"):
+        run.step()
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [({"model": 1}, r"has the parts \['state'\], the script names \['model'\]"), ({"state": 1, "extra": 1}, "name the same parts")],
+)
+def test_other_parts_than_saved_are_refused(shm: Path, parts: dict[str, Any], words: str) -> None:
+    run = rank(shm)
+    run.restore(state=1)
+    run.step()
+    with pytest.raises(StateError, match=words):
+        again(shm, 1).restore(**parts)
+
+
+def test_restore_once_and_first(shm: Path) -> None:
+    run = rank(shm)
+    with pytest.raises(StateError, match="cannot be named 'step'"):
+        run.restore(step=1)
+    run.restore()
+    with pytest.raises(StateError, match="called twice"):
+        run.restore()
+    late = rank(shm)
+    late.step()
+    with pytest.raises(StateError, match="before the first step"):
+        late.restore()
+
+
+def test_a_metric_that_is_no_number_is_named(shm: Path) -> None:
+    with pytest.raises(ValueError, match="metric 'loss' is a list"):
+        rank(shm).step(loss=[1, 2])
+
+
+def test_phases(shm: Path) -> None:
+    run = rank(shm)
+    board = Board.open(shm / "board-0")
+    run.step()
+    with run.phase("eval"):
+        assert board.read().phase == "eval"
+    assert board.read().phase == "step"
+    with pytest.raises(ValueError, match="nap"):
+        run.phase("nap").__enter__()
+
+
+def test_full_shared_memory_costs_snapshots_not_training(
+    shm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import errno
+    import os
+
+    def full(fd: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run = rank(shm)
+    run.restore(state=np.zeros(3))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    run.step()
+    run.step()
+    assert run.steps == 2
+    assert capsys.readouterr().err.count("no more snapshots") == 1
+    assert holdings(shm, [0], verify=True) == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"RANK": "x"}, "RANK is 'x'; a whole number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2, but WORLD_SIZE is 2"),
+        ({"KEEPSTEP_SHM": "/dev/shm/x", "KEEPSTEP_EVERY_STEPS": "-1"}, "KEEPSTEP_EVERY_STEPS is '-1'"),
+        ({"KEEPSTEP_RESTORE": "{}"}, "KEEPSTEP_RESTORE is '{}'"),
+    ],
+)
+def test_bad_environment_is_named(variables: dict[str, str], words: str) -> None:
+    with pytest.raises(BadEnvironment) as refused:
+        read_environment(variables)
+    assert words in str(refused.value)
+
+
+def test_torchruns_variables_place_a_rank_without_keepstep() -> None:
+    found = read_environment({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    assert (found.place.rank, found.place.world_size, found.place.local_rank, found.shm) == (3, 4, 1, None)
+
+
+SCHEDULERS = [
+    lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 4]),
+    lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
+    lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o),
+    lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 5),
+    lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.1),
+    lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o, [torch.optim.lr_scheduler.LinearLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], [3]
+    ),
+    lambda o: torch.optim.lr_scheduler.ChainedScheduler(
+        [torch.optim.lr_scheduler.LinearLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+]
+
+
+@pytest.mark.parametrize("make", SCHEDULERS)
+def test_state_of_every_common_schedule_can_be_saved(make: Any) -> None:
+    model = torch.nn.Linear(2, 2)
+    flatten(make(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)).state_dict())
+
+
+@pytest.mark.parametrize(
+    "kind", ["Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD", "Adadelta", "LBFGS"]
+)
+def test_state_of_every_common_optimizer_can_be_saved(kind: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 2)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    flatten(optimizer.state_dict())
+
+
+def test_importing_workers_imports_no_framework() -> None:
+    code = "import sys, workers, workers.run, workers.checkpoint.catalog, workers.checkpoint.writer, workers.checkpoint.slots;"
+    code += "print([m for m in ('ray','torch','tensorflow','keras','jax','sqlalchemy','fastapi','pydantic') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
