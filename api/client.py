@@ -135,13 +135,17 @@ class Client:
             yield from _events(response.iter_lines())
 
     def _send(self, method: str, path: str, tries: int = TRIES, refuse: bool = True, **request: Any) -> httpx.Response:
+        arrived = False  # a request whose answer was lost may have been carried out
         for attempt in range(tries):
             last = attempt == tries - 1
             try:
                 with self._connected():
                     response = self._http.request(method, PREFIX + path, **request)
             except ServerDown as error:
-                if last or error.nothing_listens:
+                arrived = arrived or not error.nothing_listens
+                if last and arrived and method == "POST":
+                    raise ServerDown(f"{error.what}; it may have done what was asked, look with `keepstep ls`", False) from error
+                if last or not arrived:
                     raise
             else:
                 if response.status_code != 503 or last:

@@ -167,8 +167,9 @@ class _Show:
             if incident["recovery_seconds"] is not None:
                 self._incident = incident
                 phases = ", ".join(f"{name} {ms:.0f}" for name, ms in incident["phases_ms"].items())
+                seconds, again = incident["recovery_seconds"], _steps(incident["lost_steps"])
                 self._console.print(
-                    f"[bold]4.[/] [green]recovered in {incident['recovery_seconds']:.2f} s[/], {_steps(incident['lost_steps'])} to do again, "
+                    f"[bold]4.[/] [green]recovered in {seconds:.2f} s[/], {again} to do again, "
                     f"state from {incident['restored_from']}\n   {incident['message']}\n   phases in ms: {phases}",
                     markup=True,
                 )

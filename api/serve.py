@@ -46,7 +46,7 @@ class _Server(uvicorn.Server):
         return nullcontext()
 
 
-def serve(settings: Settings, nodes: int, gpus_per_node: int, ready: Callable[[str], None]) -> None:
+def serve(settings: Settings, nodes: int | None, gpus_per_node: int, ready: Callable[[str], None]) -> None:
     """Serve until a signal comes; ``ready`` gets the address. Raises SettingsError, Unavailable."""
     prepare_state_dir(settings.state_dir)
     servers: list[_Server] = []

@@ -29,6 +29,7 @@ class ServerDown(Exception):
 
     def __init__(self, what: str, nothing_listens: bool = True) -> None:
         super().__init__(f"{what}; {HOW_TO_START}")
+        self.what = what
         self.nothing_listens = nothing_listens
 
 

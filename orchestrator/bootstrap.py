@@ -69,10 +69,11 @@ def upgrade_database(settings: Settings) -> str | None:
 
 
 @contextmanager
-def running(settings: Settings, nodes: int, gpus_per_node: int) -> Iterator[Control]:
+def running(settings: Settings, nodes: int | None, gpus_per_node: int) -> Iterator[Control]:
     """A whole control plane on this machine: upgraded database, a cluster (found or started), the reconciler at work.
 
-    The embedded cluster goes on when the context ends. Raises SettingsError, Unavailable.
+    ``nodes``: of the embedded cluster; None: as many as it has, else 1. That cluster goes on when the context ends. Raises SettingsError,
+    Unavailable.
     """
     from orchestrator.adapters.db.engine import open_engine
     from orchestrator.adapters.db.store import SqlStore
@@ -85,9 +86,11 @@ def running(settings: Settings, nodes: int, gpus_per_node: int) -> Iterator[Cont
     with ExitStack() as stack:
         if settings.ray_address is None:
             try:
-                cluster = daemon.start(settings.state_dir, nodes, gpus_per_node)
+                cluster = daemon.start(settings.state_dir, nodes or 1, gpus_per_node)
             except daemon.StartFailed as error:
                 raise Unavailable(str(error)) from error
+            if nodes not in (None, cluster.nodes):
+                raise SettingsError(f"nodes: the cluster that runs has {cluster.nodes}, not {nodes}; leave it out or `keepstep down` first")
             session.connect(cluster.address, cluster.token)
         else:
             session.connect(settings.ray_address)

@@ -27,13 +27,13 @@ def follow(
     """Print the log as it grows; returns the job's state at the end. Ctrl-C exits with 130 and leaves the job alone."""
     prefixed = rank is None and job["world_size"] > 1
     since: str | None = None
-    connected = False
+    connected = told = False
     path = ref_path(job["id"], "logs")
     try:
         while True:
             try:
                 for event in Client.find(state_dir).follow(path, since, rank=rank, generation=generation, tail=tail):
-                    connected = True
+                    connected, told = True, False
                     since = event.id or since
                     _print(event, prefixed, as_json)
                     if event.kind == "end":
@@ -41,7 +41,9 @@ def follow(
             except ServerDown:
                 if not connected:
                     raise
-                show.remark("the server does not answer; the job goes on, trying again (Ctrl-C detaches)")
+                if not told:
+                    show.remark("the server does not answer; the job goes on, trying again (Ctrl-C detaches)")
+                told = True
             time.sleep(RETRY_S)
     except KeyboardInterrupt:
         show.remark(f"\ndetached; the job goes on. Follow it again: keepstep logs -f {job['id']}")

@@ -20,7 +20,7 @@ db = typer.Typer(help="The database.", no_args_is_help=True)
 
 
 def up(
-    nodes: Annotated[int, typer.Option(min=1, max=64, help="Local Ray nodes to make, 1 to 64.")] = 1,
+    nodes: Annotated[int | None, typer.Option(min=1, max=64, help="Local Ray nodes to make, 1 to 64.  [default: 1]")] = None,
     gpus_per_node: Annotated[int, typer.Option(min=0, max=64, help="GPUs of each local node, 0 to 64.")] = 0,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="TCP port; 0 takes a free one.  [default: 8765]")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.  [default: 127.0.0.1]")] = None,
