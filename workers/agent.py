@@ -12,8 +12,8 @@ import os
 import signal
 import time
 import uuid
-from pathlib import Path
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from workers.checkpoint.catalog import stage, unstage

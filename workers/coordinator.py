@@ -88,8 +88,8 @@ class Coordinator:
         self.group = decision.group
         if self.group.doing != before.doing:
             self.catalog = None if self.group.generation != before.generation else self.catalog
-        if self.group.generation != before.generation:
-            self._tasks.append(asyncio.create_task(self._unstage_after(self.group.generation)))
+        if self.group.training and not before.training:  # the ranks have restored, the staged checkpoint has served
+            self._tasks.append(asyncio.create_task(self._quietly_unstage()))
         if replace(self.group, ranks=()) != replace(before, ranks=()):
             self.sequence += 1
             if not any(isinstance(a, StopRanks | Launch) for a in decision.actions):  # those carry the state themselves
@@ -159,7 +159,9 @@ class Coordinator:
         self.term = max((before for _, before, _ in answers.values()), default=0) + 1
         kept = max((k for _, _, k in answers.values() if k is not None), key=lambda k: (k.term, k.sequence), default=None)
         if kept is not None:
-            self.group = kept.group.say(time.time(), "CoordinatorRestarted", f"term {self.term} goes on from term {kept.term}; ranks were not touched")
+            self.group = kept.group.say(
+                time.time(), "CoordinatorRestarted", f"term {self.term} goes on from term {kept.term}; ranks were not touched"
+            )
             self.sequence = kept.sequence + 1
         for index, (status, _, _) in answers.items():
             self._heard(index, status)
@@ -175,7 +177,7 @@ class Coordinator:
                 if agent is None:
                     raise LookupError(f"agent {index} was never made")
                 self._heard(index, await asyncio.wait_for(agent.poll.remote(self.term, status.version if status else 0), POLL_S))
-            except (TimeoutError, asyncio.TimeoutError):
+            except TimeoutError:
                 self._missed(index, died=False)
             except (ActorDiedError, LookupError):
                 self._missed(index, died=True)
@@ -265,13 +267,9 @@ class Coordinator:
         except Exception as error:
             self.catalog_problem = f"{type(error).__name__}: {error}"
 
-    async def _unstage_after(self, generation: int) -> None:
-        """Staged checkpoints are needed until the ranks have restored."""
-        while self.group.generation == generation and not self.group.training and not self.closed:
-            await asyncio.sleep(0.5)
+    async def _quietly_unstage(self) -> None:
         with contextlib.suppress(Exception):
-            if self.group.generation == generation:
-                await self._all("unstage")
+            await self._all("unstage")
 
     # what the control plane calls
 
@@ -279,7 +277,10 @@ class Coordinator:
         group = self.group
         phase, reason = group.shown
         ranks = tuple(
-            sorted((r for a in self.seen.values() if a.status for r in a.status.ranks if r.generation == group.generation), key=lambda r: r.rank)
+            sorted(
+                (r for a in self.seen.values() if a.status for r in a.status.ranks if r.generation == group.generation),
+                key=lambda r: r.rank,
+            )
         )
         steps = [r.step for r in ranks]
         return GroupReport(

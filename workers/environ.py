@@ -30,7 +30,9 @@ def launcher_environment(base: Mapping[str, str], spec: GroupSpec, index: int, l
     return env
 
 
-def rank_environment(spec: GroupSpec, index: int, local_rank: int, order: LaunchOrder, shm: str, saved: str, staged: str | None) -> dict[str, str]:
+def rank_environment(
+    spec: GroupSpec, index: int, local_rank: int, order: LaunchOrder, shm: str, saved: str, staged: str | None
+) -> dict[str, str]:
     """What one rank of one generation gets on top of the launcher's."""
     per_node = spec.processes_per_node
     rank = index * per_node + local_rank

@@ -136,7 +136,10 @@ class Launcher:
             self.stores.pop(pid, None)
 
     def end_all(self, keep_stores_after: int | None) -> list[int]:
-        """SIGKILL every descendant but stores of a generation later than ``keep_stores_after`` (None: those too); returns pids that would not go."""
+        """SIGKILL every descendant but the stores of generations after ``keep_stores_after`` (None: those too).
+
+        Returns pids that would not go.
+        """
         deadline = time.monotonic() + _STUCK_S
         for pid in list(self.ranks):
             with contextlib.suppress(ProcessLookupError):  # a fork that has not made its session yet is ended by its pid below
@@ -184,12 +187,13 @@ def preload(framework: str) -> str | None:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            return f"cannot import {name} for framework {framework}: {error}; install keepstep[{framework.replace('pytorch', 'torch')}] on this node"
+            extra = framework.replace("pytorch", "torch")
+            return f"cannot import {name} for framework {framework}: {error}; install keepstep[{extra}] on this node"
     return None
 
 
 def serve_store(order: dict[str, Any], answer: int) -> None:
-    """Serve the rendezvous store of one generation until killed; it listens before any rank starts, so no rank waits in a connect back-off."""
+    """Serve one generation's rendezvous store until killed. It listens before any rank starts: no rank waits in a connect back-off."""
     from torch.distributed import TCPStore
 
     store = TCPStore(order["host"], 0, is_master=True, wait_for_workers=False)

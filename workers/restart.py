@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from workers.budget import charge
 from workers.group import (
     AgentSeen,
     Decision,
@@ -23,22 +24,17 @@ from workers.group import (
     StopRanks,
     TerminateRanks,
 )
-from workers.messages import CheckpointFound, Failure, FailureClass, Incident, Outcome, RankPhase, RankReport, RestoreOrder, Source
-from workers.verdict import Verdict, judge, judge_hang, only_secondary
+from workers.messages import CheckpointFound, FailureClass, Incident, Outcome, RankReport, RestoreOrder, Source
+from workers.verdict import Verdict, judge, only_secondary
+from workers.watching import closed_incident, settled, silence, training_since
 
-EXIT_S = 5.0  # a rank whose script raised gets this long to end by itself
 CULPRIT_S = 0.3  # how long to wait for the culprit while only consequences were seen
 AGENT_RETURN_S = 45.0  # a dead agent process is started again by Ray within this time, else its node counts as lost
 AGENT_LOST_S = 3.0  # heartbeats missed for this long: the agent is missing
 PLACING_S = 120.0
 LAUNCH_S = 60.0
 FINAL_SAVE_S = 900.0
-QUIET_S = 1.0  # a script that has not attached this long after its launch reports no steps
 REPEAT_S = 1.0  # how often an action is repeated until its effect is seen
-HANG_FLOOR_S, HANG_FACTOR = 10.0, 5.0
-# Same failure without a step gained: how many in a row end the job.
-NO_PROGRESS = {FailureClass.USER: 2, FailureClass.OUT_OF_MEMORY: 2, FailureClass.UNKNOWN: 3, FailureClass.INFRASTRUCTURE: 6, FailureClass.PREEMPTION: 20}
-OOM_BUDGET = 3
 
 
 def decide(group: Group, seen: Seen, now: float) -> Decision:
@@ -88,15 +84,14 @@ def _warm(group: Group, seen: Seen, now: float) -> Decision:
     if not gone and all(a.status is not None and a.status.ready for a in seen.agents):
         return decide(group.go(Doing.LOCATING, now), seen, now)
     if now - group.since > group.spec.start_s:
-        verdict = Verdict(
-            FailureClass.UNKNOWN, "start_timeout", None, f"nodes were not ready within start_s = {group.spec.start_s:.0f} s", "start_timeout", now
-        )
-        return _stop_for(group, now, verdict)
+        evidence = f"nodes were not ready within start_s = {group.spec.start_s:.0f} s"
+        return _stop_for(group, now, Verdict(FailureClass.UNKNOWN, "start_timeout", None, evidence, "start_timeout", now))
     return Decision(group, (), "Warming", now + REPEAT_S)
 
 
 def _start_problem(index: int, problem: str, now: float) -> Verdict:
-    return Verdict(FailureClass.USER, "cannot_start", None, f"node {index} cannot start the command: {problem}", f"cannot_start {problem}", now)
+    evidence = f"node {index} cannot start the command: {problem}"
+    return Verdict(FailureClass.USER, "cannot_start", None, evidence, f"cannot_start {problem}", now)
 
 
 def newest_in_memory(group: Group, seen: Seen) -> int | None:
@@ -137,7 +132,8 @@ def _locate(group: Group, seen: Seen, now: float) -> Decision:
     complete_but_bad = [*group.excluded, *[c for c in seen.catalog if c.problem is not None and c.url not in bad]]
     if complete_but_bad:
         listed = "; ".join(f"step {c.step}: {c.problem}" for c in complete_but_bad[:10])
-        return _close(group, now, Outcome.FAILED, "NoValidCheckpoint", f"no checkpoint can be restored, and starting from zero would lose all steps: {listed}")
+        message = f"no checkpoint can be restored, and starting from zero would lose all steps: {listed}"
+        return _close(group, now, Outcome.FAILED, "NoValidCheckpoint", message)
     if group.best_step:
         group = group.say(now, "StartedFromZero", f"no snapshot and no checkpoint exists; {group.best_step} steps are done again")
     return _launch_from(group, seen, now, RestoreOrder(Source.NONE, 0))
@@ -200,7 +196,7 @@ def _launch(group: Group, seen: Seen, now: float) -> Decision:
 
 
 def _train(group: Group, seen: Seen, now: float) -> Decision:
-    ranks = tuple(_settled(r, now) for r in _ranks(group, seen))
+    ranks = tuple(settled(r, now) for r in _ranks(group, seen))
     end = group.end
     if end is not None and any(r.ended_at is None for r in ranks):
         group = group.say(now, "EndRequested", f"SIGTERM to all ranks, SIGKILL after {end.grace_s:.0f} s").go(Doing.ENDING, now)
@@ -217,11 +213,11 @@ def _train(group: Group, seen: Seen, now: float) -> Decision:
         if not group.training:
             group = _now_training(group, ranks, now)
         return decide(group.go(Doing.FINISHING, now), seen, now)
-    hang, hang_at = _hang(group, ranks, now)
+    hang, hang_at = silence(group, ranks, now)
     if hang is not None:
         return _fail(group, seen, now, hang)
     if not group.training:
-        ready_at = _training_since(group, ranks, now)
+        ready_at = training_since(group, ranks, now)
         if ready_at is not None and ready_at <= now:
             group = _now_training(group, ranks, now)
         else:
@@ -229,72 +225,17 @@ def _train(group: Group, seen: Seen, now: float) -> Decision:
     return Decision(group, (), "Training", hang_at)
 
 
-def _settled(rank: RankReport, now: float) -> RankReport:
-    """A rank whose script raised but whose process hangs on its way out counts as ended."""
-    if rank.ended_at is None and rank.failed_at is not None and now - rank.failed_at > EXIT_S:
-        return replace(rank, exit_code=1, ended_at=rank.failed_at)
-    return rank
-
-
-def _training_since(group: Group, ranks: tuple[RankReport, ...], now: float) -> float | None:
-    """When the generation counts as training: its first new step, or for a script without steps a quiet moment after the launch."""
-    if len(ranks) < group.spec.world_size:
-        return None
-    new_steps = [r.new_step_at for r in ranks]
-    if all(t is not None for t in new_steps):
-        return max(t for t in new_steps if t is not None)
-    if group.attached or any(r.attached for r in ranks):
-        return None
-    launched = max(r.started_at or now for r in ranks)
-    return launched if group.recovery is not None else launched + QUIET_S
-
-
 def _now_training(group: Group, ranks: tuple[RankReport, ...], now: float) -> Group:
     if group.first:
         step_said = "first step finished" if group.attached else "script runs (it reports no steps)"
         group = replace(group, started_at=now).say(now, "Training", f"generation {group.generation}: {step_said}")
     if group.recovery is not None:
-        incident = _closed(group.recovery, ranks, now)
+        incident = closed_incident(group.recovery, ranks, now)
         steps = "" if incident.lost_steps is None else f", {incident.lost_steps} steps lost"
         message = f"{incident.cause}: recovered in {incident.recovery_seconds:.3f} s from {incident.restored_from}{steps}"
         group = _put(group, incident).say(now, "Recovered", message, incident.blamed_rank)
         group = replace(group, recovery=None)
     return replace(group, training=True)
-
-
-def _closed(recovery: Recovery, ranks: tuple[RankReport, ...], now: float) -> Incident:
-    """The incident with its phases: each ends where the next begins, so they add up to the recovery time."""
-    incident = recovery.incident
-    stopped = recovery.stopped_at or recovery.decided_at
-    launched = max(r.started_at or now for r in ranks)
-    marks = [("detect", incident.at, recovery.decided_at), ("stop", recovery.decided_at, stopped), ("launch", stopped, launched)]
-    end = launched
-    if all(r.new_step_at is not None for r in ranks):
-        restored = max(r.restored_at or launched for r in ranks)
-        end = max(r.new_step_at or now for r in ranks)
-        marks += [("restore", launched, restored), ("first_step", restored, end)]
-    phases = {name: round(max(0.0, to - since) * 1000, 3) for name, since, to in marks}
-    return replace(incident, phases_ms=phases, recovered_at=end, recovery_seconds=round(max(0.0, end - incident.at), 6))
-
-
-def _hang(group: Group, ranks: tuple[RankReport, ...], now: float) -> tuple[Verdict | None, float | None]:
-    """A verdict when no rank made a step for too long, and when that would be. Scripts that report no steps are left alone."""
-    alive = [r for r in ranks if r.ended_at is None]
-    if not alive or not any(r.attached for r in ranks):
-        return None, None
-    limit = max(_silence_limit(group, r) for r in alive)
-    since = max(max(r.step_at or 0.0, r.phase_at or 0.0, r.started_at or 0.0) for r in ranks)
-    if now - since > limit:
-        return judge_hang(ranks, now - since, limit), None
-    return None, since + limit + 0.05
-
-
-def _silence_limit(group: Group, rank: RankReport) -> float:
-    if rank.step is None or rank.phase in (RankPhase.START, RankPhase.RESTORE, RankPhase.COMPILE, RankPhase.EVAL, RankPhase.SAVE):
-        return group.spec.start_s
-    if group.spec.hang_s is not None:
-        return group.spec.hang_s
-    return max(HANG_FLOOR_S, HANG_FACTOR * (rank.step_p99 or 0.0))
 
 
 def _gone(seen: Seen, now: float) -> list[AgentSeen]:
@@ -318,13 +259,13 @@ def _agent_verdict(group: Group, agent: AgentSeen, now: float) -> Verdict:
     evidence = f"the agent of node {agent.index} ({_node(group, agent.index)[:12]}) is gone, its ranks with it"
     at = min(agent.missing_since or now, now)
     # A killed drill is known from the status that the agent left last.
-    drills = [r.drill for r in (agent.status.ranks if agent.status else ()) if r.drill]
-    return Verdict(FailureClass.INFRASTRUCTURE, "agent_lost", None, evidence, f"agent_lost {agent.index}", at, drill=drills[0] if drills else None)
+    drill = next((r.drill for r in (agent.status.ranks if agent.status else ()) if r.drill), None)
+    return Verdict(FailureClass.INFRASTRUCTURE, "agent_lost", None, evidence, f"agent_lost {agent.index}", at, drill=drill)
 
 
 def _fail(group: Group, seen: Seen, now: float, verdict: Verdict) -> Decision:
     """Judge against budgets: a new generation, or the end."""
-    group, stop_reason = _charge(group, now, verdict)
+    group, stop_reason = charge(group, now, verdict)
     node = _blamed_node(group, seen, verdict, now)
     action = "stop" if stop_reason else "restart_in_place"
     then = f"job stops: {stop_reason[1]}" if stop_reason else "all ranks restart in place"
@@ -360,42 +301,11 @@ def _blamed_node(group: Group, seen: Seen, verdict: Verdict, now: float) -> str 
     return _node(group, away.index) if away and verdict.cause == "agent_lost" else None
 
 
-def _charge(group: Group, now: float, verdict: Verdict) -> tuple[Group, tuple[str, str] | None]:
-    """Write the failure into the budget; (reason, message) when it must not restart."""
-    step = group.best_step if group.attached else None
-    failure = Failure(now, verdict.kind, verdict.cause, verdict.signature, step)
-    window = tuple(f for f in group.failures if now - f.at <= group.spec.window_s)
-    failures = (*window, failure)
-    group = replace(group, failures=failures)
-    same = 0
-    for f in reversed(failures):
-        if f.signature != failure.signature or f.step != failure.step:
-            break
-        same += 1
-    limit = NO_PROGRESS[verdict.kind]
-    knows_progress = group.attached or verdict.kind in (FailureClass.USER, FailureClass.OUT_OF_MEMORY)
-    budget = {FailureClass.USER: group.spec.max_user_errors, FailureClass.OUT_OF_MEMORY: OOM_BUDGET}.get(verdict.kind, group.spec.max_infrastructure)
-    pays = _pays_with(verdict.kind)
-    spent = sum(_pays_with(f.kind) == pays for f in failures)
-    if spent > budget:
-        if verdict.kind == FailureClass.USER:
-            return group, ("UserError", f"{verdict.evidence} (max_user_errors = {budget})")
-        return group, ("BudgetSpent", f"{spent} failures within {group.spec.window_s / 3600:g} h, the budget is {budget}; last: {verdict.evidence}")
-    if same >= limit and knows_progress:
-        return group, ("NoProgress", f"the same failure {same} times in a row without a step gained: {verdict.evidence}")
-    return group, None
-
-
-def _pays_with(kind: FailureClass) -> FailureClass:
-    """Unknown failures and preemptions draw on the infrastructure budget."""
-    return kind if kind in (FailureClass.USER, FailureClass.OUT_OF_MEMORY) else FailureClass.INFRASTRUCTURE
-
-
 def _stop_for(group: Group, now: float, verdict: Verdict) -> Decision:
     """A failure before any launch: there is nothing to restart."""
-    incident = Incident(
-        group.spec.job_id, group.spec.attempt, group.generation, now, verdict.cause, verdict.kind, f"{verdict.kind}: {verdict.evidence}; job stops", "stop"
-    )
+    message = f"{verdict.kind}: {verdict.evidence}; job stops"
+    spec = group.spec
+    incident = Incident(spec.job_id, spec.attempt, group.generation, now, verdict.cause, verdict.kind, message, "stop")
     reason = "UserError" if verdict.kind == FailureClass.USER else "StartTimeout"
     group = _put(group, incident).say(now, "Failure", incident.message)
     return _close(group, now, Outcome.FAILED, reason, verdict.evidence)
@@ -410,7 +320,8 @@ def _stop(group: Group, seen: Seen, now: float) -> Decision:
     """Ranks are being ended; a dead agent is awaited."""
     gone = _gone(seen, now)
     if gone and now - group.since > AGENT_RETURN_S:
-        return _lost(group, now, "NodeLost", f"agent {gone[0].index} on node {_node(group, gone[0].index)} did not come back within {AGENT_RETURN_S:.0f} s")
+        node = _node(group, gone[0].index)
+        return _lost(group, now, "NodeLost", f"agent {gone[0].index} on node {node} did not come back within {AGENT_RETURN_S:.0f} s")
     if gone or not all(a.status and a.status.stopped for a in seen.agents):
         return Decision(group, (StopRanks(group.generation),), "StoppingRanks", now + REPEAT_S)
     if group.recovery is not None and group.recovery.stopped_at is None:

@@ -90,7 +90,9 @@ class Saver:
     async def _give_back(self, steps: set[int]) -> None:
         for step in steps:
             await self.call("unpin", step)
-        group = self.group().say(time.time(), "CheckpointSkipped", f"step {min(steps)}: storage is slower than the interval, or a rank passed by")
+        group = self.group().say(
+            time.time(), "CheckpointSkipped", f"step {min(steps)}: storage is slower than the interval, or a rank passed by"
+        )
         self.update(group)
 
     async def _save(self, step: int, generation: int) -> None:

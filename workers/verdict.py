@@ -117,7 +117,9 @@ def _by_exit(rank: RankReport) -> Verdict:
     at = rank.ended_at or 0.0
     if rank.drill is not None and rank.exit_code == DRILL_EXIT_CODE:
         evidence = f"rank {rank.rank} ended with exit code {rank.exit_code}, injected by drill {rank.drill}"
-        return Verdict(FailureClass.INFRASTRUCTURE, "exit_code", rank.rank, evidence, "drill exit", at, rank.tail, rank.exit_code, drill=rank.drill)
+        return Verdict(
+            FailureClass.INFRASTRUCTURE, "exit_code", rank.rank, evidence, "drill exit", at, rank.tail, rank.exit_code, drill=rank.drill
+        )
     error = rank.error
     if error is None:
         evidence = f"rank {rank.rank} ended with exit code {rank.exit_code}"

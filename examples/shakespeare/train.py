@@ -10,6 +10,7 @@ import hashlib
 import math
 from pathlib import Path
 
+import numpy as np
 import torch
 from model import Transformer
 from torch.nn import functional as F
@@ -40,10 +41,12 @@ def main() -> None:
     run = workers.start()
     torch.manual_seed(args.seed)
 
-    text = TEXT.read_text(encoding="utf-8")
-    alphabet = sorted(set(text))
-    number = {character: i for i, character in enumerate(alphabet)}
-    tokens = torch.tensor([number[character] for character in text], device=run.device)
+    # One token per character; the text is ASCII, so its bytes are its characters. Fast, for a restarted rank reads it again.
+    characters = np.frombuffer(TEXT.read_bytes(), dtype=np.uint8)
+    alphabet = np.flatnonzero(np.bincount(characters))
+    number = np.zeros(256, dtype=np.int64)
+    number[alphabet] = np.arange(len(alphabet))
+    tokens = torch.from_numpy(number[characters]).to(run.device)
 
     network = Transformer(len(alphabet), args.width, args.layers, args.heads, args.context).to(run.device)
     model = DistributedDataParallel(network)
@@ -52,14 +55,14 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warm_up, 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(1.0, step / args.steps))))
     )
-    starts = Batches(len(tokens) - args.context, args.batch_size, seed=args.seed)
+    passages = Batches((len(tokens) - 1) // args.context, args.batch_size, seed=args.seed)
     torch.manual_seed(args.seed + 1 + run.rank)  # each rank drops other neurons
-    run.restore(model=model, optimizer=optimizer, scheduler=scheduler, data=starts)
+    run.restore(model=model, optimizer=optimizer, scheduler=scheduler, data=passages)
 
     window = torch.arange(args.context, device=run.device)
-    batches = starts.forever()
+    batches = passages.forever()
     while run.steps < args.steps and not run.should_stop:
-        places = torch.from_numpy(next(batches)).to(run.device)[:, None] + window
+        places = torch.from_numpy(next(batches)).to(run.device)[:, None] * args.context + window
         optimizer.zero_grad(set_to_none=True)
         loss = F.cross_entropy(model(tokens[places]).flatten(0, 1), tokens[places + 1].flatten())
         loss.backward()
@@ -73,9 +76,9 @@ def main() -> None:
         digest = hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in network.parameters()))
         print(f"weights={digest.hexdigest()}", flush=True)
         network.eval()
-        begin = torch.tensor([[number["\n"]]], device=run.device)
+        begin = torch.tensor([[number[ord("\n")]]], device=run.device)
         written = network.continue_text(begin, args.sample, torch.Generator(run.device).manual_seed(args.seed))
-        print("".join(alphabet[i] for i in written[0].tolist()), flush=True)
+        print(bytes(alphabet[written[0].cpu().numpy()].tolist()).decode("ascii"), flush=True)
 
 
 if __name__ == "__main__":

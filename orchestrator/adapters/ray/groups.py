@@ -54,16 +54,16 @@ class RayGroups:
                     views[key] = GroupView(Presence.PRESENT, ray.get(ref))
         return views
 
-    def existing(self) -> frozenset[tuple[str, int]]:
+    def existing(self) -> set[tuple[str, int]]:
         """(job id, attempt) of every group of which anything exists in Ray."""
         return answer(self._existing)
 
-    def _existing(self) -> frozenset[tuple[str, int]]:
+    def _existing(self) -> set[tuple[str, int]]:
         from ray.util.placement_group import placement_group_table
 
         names = _actor_names()
         names += [str(p["name"]) + "." for p in placement_group_table().values() if p["state"] != "REMOVED"]
-        return frozenset((match[1], int(match[2])) for name in names if (match := _OURS.match(name)))
+        return {(match[1], int(match[2])) for name in names if (match := _OURS.match(name))}
 
     def create(self, spec: GroupSpec) -> None:
         answer(lambda: self._create(spec), 10.0)
