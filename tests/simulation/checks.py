@@ -5,6 +5,7 @@ Safety is checked at each save, against the row that was there before; liveness 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from orchestrator.core.actions import JobStep
@@ -22,8 +23,8 @@ class Violation(BaseException):
 class CheckedStore:
     """The real store, with crashes and silences around its writes, and each write checked."""
 
-    def __init__(self, store: Any, dice: Dice, storage: Storage) -> None:
-        self._store, self._dice, self._storage = store, dice, storage
+    def __init__(self, store: Any, dice: Dice, storage: Storage, left_of: Callable[[str], list[Any]]) -> None:
+        self._store, self._dice, self._storage, self._left_of = store, dice, storage, left_of
         self._attempts: dict[str, dict[int, Attempt]] = {}  # as saved last
 
     def __getattr__(self, name: str) -> Any:
@@ -34,6 +35,9 @@ class CheckedStore:
             raise Unavailable("database is away")
         return self._store.open_jobs()
 
+    def saved_attempt(self, job_id: str, number: int) -> Attempt | None:
+        return self._attempts.get(job_id, {}).get(number)
+
     def save_step(self, step: JobStep) -> Job:
         if self._dice.fault(0.01):
             raise Unavailable("database is away")
@@ -42,6 +46,8 @@ class CheckedStore:
         before = self._store.job(step.job.id)
         saved: Job = self._store.save_step(step)
         check_job(before, saved, self._storage)
+        if saved.state.final and self._left_of(saved.id):
+            raise Violation(f"nothing is left behind a final job: {saved.state}, and {self._left_of(saved.id)} exists")
         if step.attempt is not None:
             known = self._attempts.setdefault(step.job.id, {})
             check_attempt(before, known, step.attempt)

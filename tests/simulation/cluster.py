@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from orchestrator.core.model import GroupView, Node, NodeState, Presence
+from orchestrator.core.model import Attempt, GroupView, Node, NodeState, Presence
 from orchestrator.ports import Unavailable
 from tests.simulation.clock import Crash, Dice, SimClock
 from tests.simulation.group import SimGroup, Storage
@@ -23,9 +23,9 @@ class SimCluster:
         self.silent_until = 0.0  # Ray itself does not answer
         self.late: list[tuple[float, Callable[[], None]]] = []
         self.in_between: Callable[[], None] = lambda: None  # what others do while a pass waits for Ray
-        self.created: list[tuple[Key, bool]] = []  # (key, came late)
         self.violations: list[str] = []
         self.on_call: set[Key] = set()  # groups made by calls that were in time
+        self.saved_attempt: Callable[[str, int], Attempt | None] = lambda job_id, number: None
 
     # time
 
@@ -61,7 +61,7 @@ class SimCluster:
 
     def vanish(self, key: Key) -> None:
         """Ray loses coordinator and placement group; the ranks die with them."""
-        self.groups.pop(key, None)
+        self._remove(key)
 
     # ports
 
@@ -102,9 +102,12 @@ class SimCluster:
         key = (spec.job_id, spec.attempt)
         if key in self.groups:
             return
-        older = [k for k in self.groups if k[0] == spec.job_id and k in self.on_call]
+        saved = self.saved_attempt(*key)
+        if saved is None or saved.nodes != spec.nodes:
+            self.violations.append(f"nothing is done that was not saved before: {key} on {spec.nodes}")
+        older = self.left_of(spec.job_id)
         if older and not late:
-            self.violations.append(f"{key} was made while {older} existed")
+            self.violations.append(f"one live group: {key} was made while {older} existed")
         self.groups[key] = SimGroup(spec, self.clock.now(), self.dice, self.storage)
         if not late:
             self.on_call.add(key)
@@ -118,10 +121,14 @@ class SimCluster:
         self._call(effect)
 
     def remove(self, job_id: str, attempt: int) -> bool:
-        if self.dice.fault(0.1):
+        if self.dice.fault(0.25):
             return False  # an agent still holds on
         self._call(lambda _late: self._remove((job_id, attempt)))
         return (job_id, attempt) not in self.groups
+
+    def left_of(self, job_id: str) -> list[Key]:
+        """Groups of a job, without those that a late call made."""
+        return [key for key in sorted(self.groups) if key[0] == job_id and key in self.on_call]
 
     def _remove(self, key: Key) -> None:
         self.groups.pop(key, None)

@@ -11,7 +11,7 @@ from orchestrator.adapters.db.tables import METADATA
 from orchestrator.core.group_spec import Roots
 from orchestrator.core.model import Job
 from orchestrator.core.spec import JobSpec
-from orchestrator.core.states import AttemptState, JobState
+from orchestrator.core.states import AttemptState, Desired
 from orchestrator.ports import Unavailable
 from orchestrator.reconciler import Reconciler
 from orchestrator.service import Refused, Service
@@ -21,6 +21,7 @@ from tests.simulation.cluster import SimCluster
 
 ROUNDS = 60  # with faults
 CALM_S = 3 * 3600.0  # within which everything must have ended
+CANCEL_S = 200.0  # within which a job must have ended that was cancelled before the calm
 ROOTS = Roots("/storage/jobs", "/storage/bundles")
 FAILS = ("kill", "kill", "hang", "bug")
 
@@ -33,7 +34,8 @@ class Run:
         self.cluster = SimCluster(self.clock, self.dice, nodes=self.dice.random.randint(1, 4))
         self.engine = open_engine("sqlite://")
         METADATA.create_all(self.engine)
-        self.store: Any = CheckedStore(SqlStore(self.engine), self.dice, self.cluster.storage)
+        self.store: Any = CheckedStore(SqlStore(self.engine), self.dice, self.cluster.storage, self.cluster.left_of)
+        self.cluster.saved_attempt = self.store.saved_attempt
         self.wake = threading.Event()
         ids = iter(range(10**6))
         self.service = Service(
@@ -132,9 +134,9 @@ class Run:
             return
         self.nested = True
         try:
-            if self.dice.fault(0.08):
+            if self.dice.fault(0.15):
                 self._pass(1)
-            if self.jobs and self.dice.fault(0.03):
+            if self.jobs and self.dice.fault(0.06):
                 self._cancel(self.dice.random.choice(self.jobs))
         finally:
             self.nested = False
@@ -154,7 +156,7 @@ class Run:
 
     def _check_now(self) -> None:
         if self.cluster.violations:
-            raise Violation(f"one live group: {self.cluster.violations[0]}")
+            raise Violation(self.cluster.violations[0])
         if self.unforeseen:
             raise Violation("no error that nobody foresaw")
 
@@ -164,10 +166,13 @@ class Run:
         self.cluster.silent_until = 0.0
         for group in self.cluster.groups.values():
             group.silent_until = 0.0
-        until = self.clock.now() + CALM_S
-        while not self._at_rest():
+        until, cancelled_until = self.clock.now() + CALM_S, self.clock.now() + CANCEL_S
+        while (unfinished := self._unfinished()) or self.cluster.groups or self.cluster.late:
+            told = [f"{job.id} {job.state}/{job.reason}: {job.message}" for job in unfinished]
             if self.clock.now() > until:
-                raise Violation(f"every job ends: {self._open()}, groups {sorted(self.cluster.groups)}")
+                raise Violation(f"every job ends, and no group is left: {told} {sorted(self.cluster.groups)}")
+            if self.clock.now() > cancelled_until and any(job.desired is Desired.CANCEL for job in unfinished):
+                raise Violation(f"a cancelled job ends soon: {told}")
             self.clock.at += self.dice.between(1, 10)
             self.cluster.advance()
             self._pass(0)
@@ -178,18 +183,11 @@ class Run:
             if any(attempt.state is not AttemptState.ENDED for attempt in attempts):
                 raise Violation(f"no attempt outlives its job: {job_id}")
 
-    def _at_rest(self) -> bool:
-        return not self.cluster.groups and not self.cluster.late and not self._open()
-
-    def _open(self) -> list[str]:
-        return [f"{job.id} {job.state}/{job.reason}: {job.message}" for job in self.store.open_jobs()[0]]
+    def _unfinished(self) -> list[Job]:
+        jobs: list[Job] = self.store.open_jobs()[0]
+        return jobs
 
     def _job(self, job_id: str) -> Job:
         job = self.store.job(job_id)
         assert isinstance(job, Job)
         return job
-
-    def outcome(self) -> dict[JobState, int]:
-        """How many jobs ended in each state."""
-        states = [self._job(job_id).state for job_id in self.jobs]
-        return {state: states.count(state) for state in set(states)}
