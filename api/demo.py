@@ -1,6 +1,7 @@
 """`keepstep demo`: a real training job on this machine, a real kill -9 of one of its processes, and the recovery, for people to watch.
 
-Invariant: whatever happens (an error, Ctrl-C, a timeout), nothing of it keeps running and its temporary state folder is removed.
+Invariant: whatever happens (an error, Ctrl-C, a timeout), nothing of it keeps running and its temporary state folder is removed; the
+folder is kept only when something of it could not be ended, and then the user is told.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from api import jobfile
@@ -39,6 +41,10 @@ class DemoFailed(Exception):
     """It did not go as it must; the text says what was seen."""
 
 
+class NotEnded(Exception):
+    """`keepstep down` failed; the text is what it said."""
+
+
 def run() -> int:
     """Exit code: 0 when the job lost a rank and ended as if nothing had happened, 1 otherwise, 130 after Ctrl-C."""
     console = Console(highlight=False)
@@ -52,14 +58,15 @@ def run() -> int:
         with _signals(), _server(folder, console) as client:
             _Show(client, console).play()
         return 0
+    except NotEnded as error:
+        console.print(f"[red]something still runs:[/] {escape(str(error))}\nend it with: keepstep down --state-dir {folder}")
+        return 1
     except (DemoFailed, TimeoutError) as error:
-        console.print(f"[red]the demo failed:[/] {error}")
+        console.print(f"[red]the demo failed:[/] {escape(str(error))}")
         return 1
     except KeyboardInterrupt:
         console.print("stopped; everything is ended")
         return 130
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -111,12 +118,16 @@ def _server(folder: Path, console: Console) -> Iterator[Client]:
             client.close()
     finally:
         signal.alarm(0)
-        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the end itself must not be interrupted
-        subprocess.run([*keepstep, "down", *state], stdout=subprocess.DEVNULL, stderr=log, check=False)
+        before = [signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)]  # the end must not be interrupted
+        down = subprocess.run([*keepstep, "down", *state], capture_output=True, text=True, check=False)
         up.kill()
         up.wait()
-        signal.signal(signal.SIGINT, interrupt)
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+            signal.signal(number, handler)
         log.close()
+        if down.returncode != 0:
+            raise NotEnded(down.stderr[-2000:])
+        shutil.rmtree(folder)
 
 
 class _Show:
@@ -170,8 +181,7 @@ class _Show:
                 seconds, again = incident["recovery_seconds"], _steps(incident["lost_steps"])
                 self._console.print(
                     f"[bold]4.[/] [green]recovered in {seconds:.2f} s[/], {again} to do again, "
-                    f"state from {incident['restored_from']}\n   {incident['message']}\n   phases in ms: {phases}",
-                    markup=True,
+                    f"state from {incident['restored_from']}\n   {escape(incident['message'])}\n   phases in ms: {phases}"
                 )
 
     def _summary(self, job: dict[str, Any], seconds: float) -> None:
@@ -188,7 +198,7 @@ class _Show:
         self._console.print("[bold]5.[/] what the trained model writes:\n")
         self._console.print("".join(self._sample).strip(), style="cyan", markup=False)
         self._console.print(
-            f"\n[bold]SUCCEEDED[/] in {seconds:.0f} s: all {STEPS} steps finished, {again} of them twice, "
+            f"\n[bold]SUCCEEDED[/] in {seconds:.0f} s: all {STEPS} steps finished, {again or 'none'} of them twice, "
             f"down for {self._incident['recovery_seconds']:.2f} s, nobody had to do anything."
         )
 

@@ -5,8 +5,9 @@ Invariants: adapters are imported here and nowhere above; closing takes everythi
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -19,6 +20,9 @@ from orchestrator.ports import Clock, Groups, Nodes, Store, Unavailable
 from orchestrator.reconciler import Reconciler
 from orchestrator.service import Service
 from orchestrator.settings import Settings, SettingsError
+
+log = logging.getLogger(__name__)
+STOP_S = 5.0  # for the pass under way, which may be waiting for a cluster that does not answer
 
 
 @dataclass(frozen=True)
@@ -94,13 +98,21 @@ def running(settings: Settings, nodes: int | None, gpus_per_node: int) -> Iterat
             session.connect(cluster.address, cluster.token)
         else:
             session.connect(settings.ray_address)
-        stack.callback(session.disconnect)
+        stack.callback(_leave, session.disconnect)
         store = SqlStore(open_engine(settings.database_url))
         stack.callback(store.close)
         control = assemble(store, RayGroups(), RayNodes(clock), clock, settings.storage)
         control.reconciler.start()
-        stack.callback(control.reconciler.stop)
+        stack.callback(control.reconciler.stop, STOP_S)
         yield control
+
+
+def _leave(disconnect: Callable[[], None]) -> None:
+    """A cluster that does not answer cannot be taken leave of, and need not be."""
+    try:
+        disconnect()
+    except Unavailable as error:
+        log.warning("not disconnected: %s", error)
 
 
 def end_cluster(settings: Settings) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -49,6 +50,9 @@ def up(
         show.remark("\nstopped before the server was up")
         raise typer.Exit(show.INTERRUPTED) from None
     show.remark("\nserver stopped; jobs go on. `keepstep up` finds them again, `keepstep down` ends all.")
+    # All is closed by now. What Ray does at the exit of the interpreter would wait for ever for a cluster that is gone.
+    logging.shutdown()
+    os._exit(0)
 
 
 def down(as_json: AsJson = False, state_dir: StateDir = None) -> None:

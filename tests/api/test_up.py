@@ -25,8 +25,9 @@ COMMAND = [sys.executable, "-m", "api.cli"]
 @pytest.fixture
 def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
     own = {name: value for name, value in os.environ.items() if not name.startswith("KEEPSTEP_")}
-    yield own | {"KEEPSTEP_STATE_DIR": str(tmp_path / "state"), "OMP_NUM_THREADS": "1"}
-    daemon.stop(tmp_path / "state")
+    environment = own | {"KEEPSTEP_STATE_DIR": str(tmp_path / "state"), "OMP_NUM_THREADS": "1"}
+    yield environment
+    assert keepstep(environment, "down").returncode == 0
 
 
 def keepstep(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -107,3 +108,15 @@ def test_taken_port_is_told_before_anything_starts(environment: dict[str, str], 
     assert done.returncode == 2
     assert "choose another with --port" in done.stderr
     assert not (tmp_path / "state" / "cluster.json").exists()
+
+
+def test_server_whose_cluster_is_gone_says_so_and_still_ends(environment: dict[str, str], tmp_path: Path) -> None:
+    server, address = up(environment)
+    daemon.stop(tmp_path / "state")
+    nodes = keepstep(environment, "nodes")
+    assert nodes.returncode == 2
+    assert "ray" in nodes.stderr
+    assert httpx.get(f"{address}/healthz", trust_env=False).status_code == 200
+    server.send_signal(signal.SIGINT)
+    assert "server stopped" in server.communicate(timeout=40)[1]
+    assert server.returncode == 0
