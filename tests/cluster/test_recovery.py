@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from itertools import pairwise
 
 import pytest
 
@@ -18,7 +19,7 @@ def assert_no_gap(job: Job, last: int) -> None:
     for rank in (0, 1):
         steps = job.steps(rank)
         assert set(steps) == set(range(1, last + 1))
-        assert all(b - a == 1 or b <= a for a, b in zip(steps, steps[1:], strict=False))
+        assert all(b - a == 1 or b <= a for a, b in pairwise(steps))
 
 
 def test_training_outlives_rank_agent_coordinator_and_server(server: Server) -> None:
