@@ -1,0 +1,200 @@
+"""Use cases and loop over the real store and a simulated cluster without faults."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from orchestrator.adapters.db.store import SqlStore
+from orchestrator.core.model import Job
+from orchestrator.core.scheduling import Placement, Waiting
+from orchestrator.core.spec import JOB_ID
+from orchestrator.core.states import Desired, JobState
+from orchestrator.ports import Conflict, KeyReused, Unavailable
+from orchestrator.reconciler import Reconciler
+from orchestrator.service import NotFound, Refused, Service, new_job_id
+from tests.core.make import ROOTS, spec
+from tests.simulation.clock import Dice, SimClock
+from tests.simulation.cluster import SimCluster
+
+TRAIN = {"command": ["train", "20"]}
+
+
+class Place:
+    """A control plane without the thread: each ``look`` is one pass."""
+
+    def __init__(self, store: SqlStore) -> None:
+        self.store, self.clock, self.wake = store, SimClock(), threading.Event()
+        self.cluster = SimCluster(self.clock, Dice(1, faults=False), nodes=1)
+        self.service = Service(store, self.cluster, self.cluster, self.clock, self.wake, bundle_exists=lambda sha: sha == "a" * 64)
+        self.loop = Reconciler(store, self.cluster, self.cluster, self.clock, ROOTS, self.wake, each=map)
+
+    def submit(self, **changes: Any) -> Job:
+        self.clock.at += 1
+        return self.service.submit(spec(**{**TRAIN, **changes}), None, "")[0]
+
+    def look(self, times: int = 1, seconds: float = 1) -> None:
+        for _ in range(times):
+            self.clock.at += seconds
+            self.cluster.advance()
+            self.loop.once()
+
+
+@pytest.fixture
+def place(sqlite_store: SqlStore) -> Iterator[Place]:
+    made = Place(sqlite_store)
+    yield made
+    made.loop.stop()
+
+
+def code(call: Any, *arguments: Any) -> str:
+    with pytest.raises((NotFound, Refused)) as caught:
+        call(*arguments)
+    return str(caught.value.code)
+
+
+def test_a_job_runs_to_its_end(place: Place) -> None:
+    job = place.submit()
+    assert JOB_ID.fullmatch(job.id)
+    assert place.wake.is_set()
+    place.look(40)
+    ended = place.service.job("a")
+    assert (ended.id, ended.state, ended.reason, ended.best_step) == (job.id, JobState.SUCCEEDED, "Completed", 20)
+    assert [a.state for a in place.service.attempts(job.id)] == ["ENDED"]
+    reasons = [e.reason for e in place.service.events(job.id, 200, None)[0]]
+    assert {"Submitted", "Placed", "Training", "Completed"} <= set(reasons)
+    assert [r.rank for r in place.service.ranks("a")] == [0]
+    assert place.loop.errors == 0
+
+
+def test_submit_is_idempotent_by_key(place: Place) -> None:
+    first, new = place.service.submit(spec(), "key", "hash")
+    again, renewed = place.service.submit(spec(), "key", "hash")
+    assert (first.id, new, renewed) == (again.id, True, False)
+    with pytest.raises(KeyReused):
+        place.service.submit(spec(), "key", "other")
+
+
+def test_a_bundle_must_have_been_uploaded(place: Place) -> None:
+    assert place.submit(bundle="a" * 64).spec.bundle == "a" * 64
+    assert code(place.service.submit, spec(bundle="b" * 64), None, "") == "bundle_not_found"
+
+
+def test_plan_tells_and_changes_nothing(place: Place) -> None:
+    assert isinstance(place.service.plan(spec()), Placement)
+    place.submit(resources={"cpus_per_node": 4})
+    answer = place.service.plan(spec())
+    assert isinstance(answer, Waiting)
+    assert answer.message.endswith("position 2")
+    assert len(place.service.jobs(None, {}, 50, None)[0]) == 1
+
+
+def test_cancel_is_idempotent_and_stops_at_final_jobs(place: Place) -> None:
+    job = place.submit()
+    with ThreadPoolExecutor(10) as pool:
+        answers = list(pool.map(lambda _: place.service.cancel(job.id, 3.0), range(10)))
+    assert {(a.desired, a.grace_s) for a in answers} == {(Desired.CANCEL, 3.0)}
+    place.look()
+    assert place.service.cancel(job.id).state is JobState.CANCELLED
+    assert [e.reason for e in place.service.events(job.id, 200, None)[0]].count("CancelAsked") == 1
+    done = place.submit()
+    place.look(40)
+    assert code(place.service.cancel, done.id) == "job_is_final"
+    assert code(place.service.cancel, "job-zzzzzzzzzzzz") == "job_not_found"
+
+
+@pytest.mark.parametrize("looks", range(12))
+def test_cancel_at_any_moment_leaves_nothing(place: Place, looks: int) -> None:
+    job = place.submit(timeouts={"grace_s": 2})
+    place.look(looks, seconds=0.7)
+    place.service.cancel(job.id)
+    place.look(15)
+    assert place.service.job(job.id).state is JobState.CANCELLED
+    assert place.cluster.groups == {}
+
+
+def test_a_name_shared_by_active_jobs_is_no_target(place: Place) -> None:
+    ids = {place.submit().id, place.submit().id}
+    with pytest.raises(Refused, match=" and | ".join(ids)) as caught:
+        place.service.cancel("a")
+    assert caught.value.code == "ambiguous_name"
+    place.service.cancel(ids.pop())
+    place.look()
+    assert place.service.cancel("a").id == ids.pop()
+
+
+def test_drills_need_a_running_job_and_a_rank_of_it(place: Place) -> None:
+    job = place.submit()
+    assert code(place.service.drill, job.id, "kill", 0) == "job_not_running"
+    place.look(8)
+    assert place.service.job(job.id).state is JobState.RUNNING
+    assert code(place.service.drill, job.id, "kill", 1) == "rank_out_of_range"
+    assert code(place.service.drill, job.id, "burn", 0) == "unknown_fault"
+    assert code(place.service.drill, job.id, "kill", 0) == "drill_not_possible"
+
+
+def test_the_next_pass_is_soon_while_things_move_and_late_when_nothing_does(place: Place) -> None:
+    assert place.loop.once() == 5.0
+    place.submit()
+    assert place.loop.once() < 0.1
+    place.look(40)
+    assert place.loop.once() == 5.0
+
+
+def test_a_pass_without_a_database_says_so(place: Place) -> None:
+    class Away(SqlStore):
+        def open_jobs(self) -> Any:
+            raise Unavailable("database is away")
+
+    loop = Reconciler(Away(place.store._engine), place.cluster, place.cluster, place.clock, ROOTS, place.wake, each=map)
+    with pytest.raises(Unavailable):
+        loop.once()
+    assert loop.last_pass_at is None
+
+
+def test_a_job_that_cannot_be_saved_stops_nobody_else(place: Place) -> None:
+    bad, good = place.submit(), place.submit()
+
+    class Picky(SqlStore):
+        def save_step(self, step: Any) -> Job:
+            if step.job.id == bad.id:
+                raise ValueError("a poisoned row")
+            return super().save_step(step)
+
+    loop = Reconciler(Picky(place.store._engine), place.cluster, place.cluster, place.clock, ROOTS, place.wake, each=map)
+    loop.once()
+    assert (place.service.job(bad.id).state, place.service.job(good.id).state) == (JobState.PENDING, JobState.STARTING)
+    assert (loop.errors, sorted(place.cluster.groups)) == (1, [(good.id, 1)])
+
+
+def test_a_step_that_finds_another_version_does_nothing(place: Place) -> None:
+    job = place.submit()
+
+    class Late(SqlStore):
+        def save_step(self, step: Any) -> Job:
+            raise Conflict("changed")
+
+    loop = Reconciler(Late(place.store._engine), place.cluster, place.cluster, place.clock, ROOTS, place.wake, each=map)
+    assert loop.once() < 0.1
+    assert (place.service.job(job.id).state, place.cluster.groups) == (JobState.PENDING, {})
+
+
+def test_the_thread_wakes_when_told_and_stops(place: Place) -> None:
+    loop = Reconciler(place.store, place.cluster, place.cluster, place.clock, ROOTS, place.wake)
+    passed = threading.Event()
+    place.cluster.in_between = passed.set
+    loop.start()
+    assert passed.wait(10)
+    passed.clear()
+    place.submit()
+    assert passed.wait(4)  # sooner than an idle loop would look
+    loop.stop()
+    assert loop.last_pass_at is not None
+
+
+def test_ids_are_new_each_time() -> None:
+    assert len({new_job_id() for _ in range(1000)}) == 1000
