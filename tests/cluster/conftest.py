@@ -75,7 +75,8 @@ class Server:
 
     def down(self) -> None:
         self.http.close()
-        subprocess.run([KEEPSTEP, "down", "--state-dir", str(self.state_dir)], check=True, capture_output=True, timeout=60)
+        done = subprocess.run([KEEPSTEP, "down", "--state-dir", str(self.state_dir)], capture_output=True, text=True, timeout=90, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
         if self.process is not None:
             self.process.wait(20)
 
