@@ -88,7 +88,6 @@ class Reason(StrEnum):
     NO_VALID_CHECKPOINT = "NoValidCheckpoint"
     START_TIMEOUT = "StartTimeout"
     RUN_TIMEOUT = "RunTimeout"
-    NEVER_FITS = "NeverFits"
 
 
 def allowed(old: JobState, new: JobState) -> bool:
