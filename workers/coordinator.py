@@ -33,7 +33,7 @@ from workers.group import (
     TerminateRanks,
     new_group,
 )
-from workers.messages import AgentStatus, CheckpointFound, GroupPhase, GroupReport, GroupSpec, LaunchOrder
+from workers.messages import AgentStatus, CheckpointFound, GroupPhase, GroupReport, GroupSpec, LaunchOrder, Source
 from workers.restart import decide
 from workers.saving import Saver, read_catalog
 
@@ -301,6 +301,8 @@ class Coordinator:
             checkpoints=group.checkpoints,
             pruned=group.pruned,
             started_at=group.started_at,
+            resumed_step=group.restore.step if group.restore else None,
+            restored_from=group.restore.source if group.restore else Source.NONE,
             outcome=group.outcome if phase == GroupPhase.ENDED else None,
             ended_at=group.ended_at,
         )
