@@ -46,6 +46,7 @@ class Agent:
         self.problem: str | None = None
         self.held: tuple[Holding, ...] = ()
         self.surveyed = spec.first_generation - 2  # generation whose end was made sure of, and whose snapshots were verified
+        self.stuck: list[int] = []
         self.staged: dict[str, str | None] = {}
         self.staging: set[str] = set()
         self.writing: int | None = None
@@ -55,7 +56,7 @@ class Agent:
         self._work: Path | None = None
         self._closed = False
         end_group(f"{spec.key}.{index}")  # what an earlier agent of this node left behind
-        self.shm.mkdir(parents=True, exist_ok=True)
+        self.shm.mkdir(parents=True, exist_ok=True, mode=0o700)
         logs = local_path(spec.storage_url) or self.shm
         self.ranks = Ranks(spec, index, self.shm, logs, self._changed, loopback=address.startswith("127."))
         self._tasks = [asyncio.create_task(t) for t in (self._prepare(), self._watch(), self._keep_lease())]
@@ -114,6 +115,8 @@ class Agent:
             staged=dict(self.staged),
             pinned=dict(self.pinned),
             metrics=self.ranks.metrics(),
+            stuck=tuple(self.stuck),
+            notes=tuple(self.ranks.log_problems),
         )
 
     # orders of the coordinator; each answers with the status
@@ -182,10 +185,9 @@ class Agent:
         self.kept = state
         async with self._order:
             if self.surveyed < self.ranks.generation <= generation or self.ranks.living:
-                stuck = await self.ranks.stop(generation)
-                if stuck:
-                    self.problem = f"processes {stuck} do not end on SIGKILL; the node needs a restart"
-                await self._survey()
+                self.stuck = await self.ranks.stop(generation)
+                if not self.stuck:
+                    await self._survey()
                 self._changed()
         return self.status()
 
@@ -255,18 +257,20 @@ class Agent:
             return f"agent of node {self.index}, process {os.getpid()}, ends itself by SIGKILL", marked
         return self.ranks.drill(fault, rank), self.status()
 
-    async def close(self, term: int) -> None:
-        """End everything on this node and leave nothing in shared memory."""
+    async def close(self, term: int) -> list[int]:
+        """End everything on this node and leave nothing in shared memory; returns pids that would not go."""
         self._obey(term)
-        await self._close()
+        return await self._close()
 
-    async def _close(self) -> None:
+    async def leave(self) -> None:
+        """End this process, after ``close``; the caller sees the actor die."""
+        os._exit(0)
+
+    async def _close(self) -> list[int]:
         self._closed = True
-        self.ranks.close()
+        left = self.ranks.close()
         await asyncio.to_thread(remove_shared_memory, f"{self.spec.key}.{self.index}")
-
-    async def pid(self) -> int:
-        return os.getpid()
+        return left
 
 
 def _stage_name(url: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -33,9 +34,11 @@ from workers.group import (
     TerminateRanks,
     new_group,
 )
-from workers.messages import AgentStatus, CheckpointFound, GroupPhase, GroupReport, GroupSpec, LaunchOrder, Source
+from workers.messages import AgentStatus, CheckpointFound, GroupPhase, GroupReport, GroupSpec, LaunchOrder, Source, check_schema
 from workers.restart import decide
 from workers.saving import Saver, read_catalog
+
+_log = logging.getLogger(__name__)
 
 POLL_S = 3.0  # an agent that does not answer a poll for this long is missing
 ORDER_S = 60.0
@@ -52,6 +55,7 @@ def agent_name(key: str, index: int) -> str:
 
 class Coordinator:
     def __init__(self, spec: GroupSpec) -> None:
+        check_schema(spec)
         self.spec = spec
         self.group = new_group(spec, time.time())
         self.term = 0
@@ -203,6 +207,9 @@ class Coordinator:
         known = self.seen[index].status
         if known is not None and known.incarnation == status.incarnation and known.version > status.version:
             return
+        told = len(known.notes) if known is not None and known.incarnation == status.incarnation else 0
+        for rank, text in status.notes[told:]:
+            self._update(self.group.say(time.time(), "LogProblem", text, rank))
         self.seen[index] = AgentSeen(index, status)
         self._wake.set()
         self._change.set()
@@ -249,7 +256,7 @@ class Coordinator:
                     await self.saver.save_final(self._observation())
                     self.final_saved = True
         except Exception as error:
-            self._failed_order = f"{type(action).__name__}: {type(error).__name__}: {error}"  # the rule repeats it or gives up in time
+            _log.warning("%s failed, the rule repeats it or gives up in time: %s", action, error)
             await asyncio.sleep(0.02)
         finally:
             self._running.pop(action, None)
@@ -275,7 +282,7 @@ class Coordinator:
 
     async def report(self) -> GroupReport:
         group = self.group
-        phase, reason = group.shown
+        phase, reason, message = group.shown
         ranks = tuple(
             sorted(
                 (r for a in self.seen.values() if a.status for r in a.status.ranks if r.generation == group.generation),
@@ -290,7 +297,7 @@ class Coordinator:
             generation=group.generation,
             phase=phase,
             reason=group.reason or reason,
-            message=group.message,
+            message=group.message or message,
             ranks=ranks or group.ranks,
             step=min((s for s in steps if s), default=None) if steps and all(steps) else None,
             best_step=group.best_step,
@@ -334,7 +341,11 @@ class Coordinator:
         self.seen[index] = AgentSeen(index, status)
         return str(said)
 
-    async def close(self) -> None:
-        """Every agent ends what it has and frees its memory. The actors are removed by the caller."""
+    async def close(self) -> list[int]:
+        """Every agent ends what it has, frees its memory and leaves; returns pids that would not go. The caller removes this actor."""
         self.closed = True
-        await self._all("close")
+        left = await self._all("close")
+        for agent in self.agents.values():
+            with contextlib.suppress(RayActorError):
+                await asyncio.wait_for(agent.leave.remote(), ORDER_S)
+        return [pid for pids in left.values() for pid in pids]

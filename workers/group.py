@@ -42,18 +42,23 @@ class Doing(StrEnum):
     ENDED = "ENDED"
 
 
-# (phase, reason) shown while the first generation starts, and while a later one does.
-SHOWN: dict[Doing, tuple[GroupPhase, GroupPhase, str]] = {
-    Doing.PLACING: (GroupPhase.PLACING, GroupPhase.RECOVERING, "WaitingForAgents"),
-    Doing.WARMING: (GroupPhase.WARMING, GroupPhase.RECOVERING, "Warming"),
-    Doing.LOCATING: (GroupPhase.STARTING, GroupPhase.RECOVERING, "LocatingState"),
-    Doing.STAGING: (GroupPhase.STARTING, GroupPhase.RECOVERING, "ReadingCheckpoint"),
-    Doing.LAUNCHING: (GroupPhase.STARTING, GroupPhase.RECOVERING, "Launching"),
-    Doing.STOPPING: (GroupPhase.RECOVERING, GroupPhase.RECOVERING, "StoppingRanks"),
-    Doing.FINISHING: (GroupPhase.RUNNING, GroupPhase.RUNNING, "WritingFinalCheckpoint"),
-    Doing.ENDING: (GroupPhase.ENDING, GroupPhase.ENDING, "GraceRunning"),
-    Doing.CLOSING: (GroupPhase.ENDING, GroupPhase.ENDING, "StoppingRanks"),
-    Doing.ENDED: (GroupPhase.ENDED, GroupPhase.ENDED, "Ended"),
+# Phase shown while the first generation starts, and while a later one does; reason and message.
+SHOWN: dict[Doing, tuple[GroupPhase, GroupPhase, str, str]] = {
+    Doing.PLACING: (GroupPhase.PLACING, GroupPhase.RECOVERING, "WaitingForAgents", "the agents of its nodes are being started"),
+    Doing.WARMING: (GroupPhase.WARMING, GroupPhase.RECOVERING, "Warming", "launchers import the framework"),
+    Doing.LOCATING: (GroupPhase.STARTING, GroupPhase.RECOVERING, "LocatingState", "looking for the newest valid state"),
+    Doing.STAGING: (GroupPhase.STARTING, GroupPhase.RECOVERING, "ReadingCheckpoint", "the nodes read and verify a checkpoint"),
+    Doing.LAUNCHING: (GroupPhase.STARTING, GroupPhase.RECOVERING, "Launching", "ranks are being forked"),
+    Doing.STOPPING: (GroupPhase.RECOVERING, GroupPhase.RECOVERING, "StoppingRanks", "the ranks of the failed generation are being ended"),
+    Doing.FINISHING: (
+        GroupPhase.RUNNING,
+        GroupPhase.RUNNING,
+        "WritingFinalCheckpoint",
+        "all ranks ended with 0; the last state is being saved",
+    ),
+    Doing.ENDING: (GroupPhase.ENDING, GroupPhase.ENDING, "GraceRunning", "ranks have SIGTERM and may save"),
+    Doing.CLOSING: (GroupPhase.ENDING, GroupPhase.ENDING, "StoppingRanks", "what is left of the ranks is being ended"),
+    Doing.ENDED: (GroupPhase.ENDED, GroupPhase.ENDED, "Ended", "nothing of the group runs"),
 }
 
 
@@ -123,14 +128,15 @@ class Group:
         return self.started_at is None
 
     @property
-    def shown(self) -> tuple[GroupPhase, str]:
-        """Phase and reason for the report."""
+    def shown(self) -> tuple[GroupPhase, str, str]:
+        """Phase, reason and message for the report."""
+        first = self.first and self.recovery is None
         if self.doing == Doing.TRAINING:
             if self.training:
-                return GroupPhase.RUNNING, "Training"
-            return (GroupPhase.STARTING if self.first else GroupPhase.RECOVERING), "WaitingForFirstStep"
-        at_first, later, reason = SHOWN[self.doing]
-        return (at_first if self.first and self.recovery is None else later), reason
+                return GroupPhase.RUNNING, "Training", f"generation {self.generation} trains"
+            return (GroupPhase.STARTING if first else GroupPhase.RECOVERING), "WaitingForFirstStep", "ranks are launched, no new step yet"
+        at_first, later, reason, message = SHOWN[self.doing]
+        return (at_first if first else later), reason, message
 
 
 @dataclass(frozen=True)

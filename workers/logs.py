@@ -1,7 +1,8 @@
 """What ranks print: read through pipes by a thread of the agent, stored raw per rank and generation beside the checkpoints.
 
-Invariants: bytes are stored as they came and in their order; the thread only reads, writes and keeps the tail, so a flood costs disk, not
-heartbeats; after ``drain`` all that an ended rank wrote is in its file.
+Invariants: bytes are stored as they came and in their order; the thread only reads, writes and keeps the tail, so a flood costs no
+heartbeat; a log has at most two parts of PART_BYTES, the older one beside it as ``.1``, and the number of bytes that went with parts before
+them stands at the head of the newest; after ``drain`` all that an ended rank wrote is stored.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 CHUNK = 1 << 18
+PART_BYTES = 64 << 20
 TAIL_BYTES = 8192
 TAIL_LINES = 50
 
@@ -33,6 +35,8 @@ class _Stream:
     lock: threading.Lock = field(default_factory=threading.Lock)
     open: bool = True
     lost: int = 0  # bytes that could not be stored
+    stored: int = 0  # bytes in the newest part
+    dropped: int = 0  # bytes of parts that were replaced
 
 
 class LogPump:
@@ -104,12 +108,28 @@ class LogPump:
     def _store(self, rank: int, stream: _Stream, data: bytes) -> None:
         view = memoryview(data)
         try:
+            if stream.stored + len(data) > PART_BYTES:
+                self._turn(stream)
             while view:
-                view = view[os.write(stream.file, view) :]
+                written = os.write(stream.file, view)
+                stream.stored += written
+                view = view[written:]
         except OSError as error:
             if not stream.lost:
                 self._problem(rank, f"log of rank {rank} cannot be stored at {stream.path}: {error.strerror}; training goes on")
             stream.lost += len(view)
+
+    def _turn(self, stream: _Stream) -> None:
+        """The full part becomes the older one, which goes."""
+        older = stream.path.with_name(stream.path.name + ".1")
+        with contextlib.suppress(FileNotFoundError):
+            stream.dropped += older.stat().st_size
+        os.replace(stream.path, older)
+        os.close(stream.file)
+        stream.file = os.open(stream.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        stream.stored = 0
+        if stream.dropped:
+            os.write(stream.file, f"[keepstep: {stream.dropped} bytes dropped here]\n".encode())
 
     def _end(self, stream: _Stream) -> None:
         with stream.lock:

@@ -212,6 +212,8 @@ class AgentStatus:
     staged: dict[str, str | None]  # checkpoint url -> problem, None: ready to restore from
     pinned: dict[int, int]  # rank -> step of its pinned snapshot
     metrics: dict[str, float]
+    stuck: tuple[int, ...] = ()  # pids that do not end on SIGKILL: the kernel has them
+    notes: tuple[tuple[int, str], ...] = ()  # (rank, sentence) that the user should hear, oldest first
 
 
 @dataclass(frozen=True)
@@ -325,6 +327,12 @@ class GroupReport:
     outcome: Outcome | None = None
     ended_at: float | None = None
     schema: int = SCHEMA
+
+
+def check_schema(message: GroupSpec | GroupReport) -> None:
+    """Raises ValueError for a message of a newer version, whose fields may mean something else."""
+    if message.schema > SCHEMA:
+        raise ValueError(f"message of schema {message.schema}, this version reads up to {SCHEMA}; upgrade KeepStep on this node")
 
 
 def to_json(message: Any) -> dict[str, Any]:

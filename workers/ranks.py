@@ -70,6 +70,7 @@ class Ranks:
         ours.setblocking(False)
         config = self.shm / "launcher.json"
         command = {"framework": self.spec.framework, "command": list(self.spec.command), "cwd": str(cwd), "shm": str(self.shm)}
+        config.touch(mode=0o600)
         config.write_text(json.dumps(command))
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "workers.launcher", str(theirs.fileno()), str(config)],
@@ -311,8 +312,8 @@ class Ranks:
             os_state=os_state(report.pid) if report.pid and report.ended_at is None else None,
         )
 
-    def close(self) -> None:
-        """End the launcher and everything below it."""
+    def close(self) -> list[int]:
+        """End the launcher and everything below it; returns pids that would not go."""
         if self._link is not None:
             asyncio.get_running_loop().remove_reader(self._link.fileno())
             self._link.close()
@@ -322,10 +323,11 @@ class Ranks:
                 self._process.wait(5)
             self._process.kill()
             self._process.wait()
-        end_group(f"{self.spec.key}.{self.index}")
+        left = end_group(f"{self.spec.key}.{self.index}")
         self.free_port()
         for number in self.numbers:
             self._pump.close(number)
+        return left
 
 
 def _urgent(report: RankReport) -> tuple[object, ...]:

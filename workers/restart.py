@@ -29,7 +29,7 @@ from workers.verdict import Verdict, judge, only_secondary
 from workers.watching import closed_incident, settled, silence, training_since
 
 CULPRIT_S = 0.3  # how long to wait for the culprit while only consequences were seen
-AGENT_RETURN_S = 45.0  # a dead agent process is started again by Ray within this time, else its node counts as lost
+AGENT_RETURN_S = 45.0  # the coordinator makes a new agent within this time, else its node counts as lost
 AGENT_LOST_S = 3.0  # heartbeats missed for this long: the agent is missing
 PLACING_S = 120.0
 LAUNCH_S = 60.0
@@ -323,6 +323,9 @@ def _stop(group: Group, seen: Seen, now: float) -> Decision:
         node = _node(group, gone[0].index)
         return _lost(group, now, "NodeLost", f"agent {gone[0].index} on node {node} did not come back within {AGENT_RETURN_S:.0f} s")
     if gone or not all(a.status and a.status.stopped for a in seen.agents):
+        stuck = [pid for a in seen.agents if a.status for pid in a.status.stuck]
+        if stuck and now - group.since > AGENT_RETURN_S:
+            return _lost(group, now, "ProcessesStuck", f"processes {stuck} do not end on SIGKILL; their node needs a restart")
         return Decision(group, (StopRanks(group.generation),), "StoppingRanks", now + REPEAT_S)
     if group.recovery is not None and group.recovery.stopped_at is None:
         group = replace(group, recovery=replace(group.recovery, stopped_at=now))

@@ -176,8 +176,8 @@ class Run:
         except OSError as error:
             self._writer = None
             print(
-                f"keepstep: no more snapshots: {self._environment.shm} cannot take one ({error.strerror}); "
-                "enlarge shared memory, a failure now costs the steps since the last checkpoint",
+                f"keepstep: no more snapshots and checkpoints: {self._environment.shm} cannot take one ({error.strerror}); "
+                "enlarge shared memory, a failure now costs all steps since the last checkpoint",
                 file=sys.stderr,
                 flush=True,
             )

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from workers.checkpoint.catalog import catalog, remove, verify
+from workers.checkpoint.catalog import catalog, ever_committed, remove, sweep, verify
 from workers.checkpoint.format import FileEntry, Share, Tree
 from workers.checkpoint.retention import to_remove
 from workers.checkpoint.writer import commit
@@ -158,8 +158,17 @@ class Saver:
 
 
 def read_catalog(spec: GroupSpec) -> tuple[CheckpointFound, ...]:
-    """Checkpoints in the job's folder, newest first."""
-    return tuple(CheckpointFound(c.url, c.step, c.problem) for c in catalog(spec.storage_url))
+    """Checkpoints in the job's folder, newest first.
+
+    A folder without a manifest is a write that never ended; those of earlier attempts are removed. It counts as damaged only where some
+    checkpoint was once whole and none is now: then it may be all that is left, and nothing is removed or started from zero.
+    """
+    found = catalog(spec.storage_url)
+    whole = any(c.problem is None for c in found)
+    if whole or not ever_committed(spec.storage_url):
+        sweep(spec.storage_url, spec.attempt)
+        found = [c for c in found if c.manifest]
+    return tuple(CheckpointFound(c.url, c.step, c.problem) for c in found)
 
 
 def _share(answer: Mapping[str, Any]) -> Share:

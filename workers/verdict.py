@@ -27,6 +27,8 @@ SECONDARY = (
     "Timed out waiting",
 )
 ADDRESS_IN_USE = ("EADDRINUSE", "Address already in use", "address already in use")
+OUT_OF_MEMORY_TYPES = ("MemoryError", "OutOfMemoryError", "ResourceExhaustedError")
+OUT_OF_MEMORY_WORDS = ("can't allocate memory", "RESOURCE_EXHAUSTED")
 DRILL_EXIT_CODE = int(signals.SIGRTMIN) + 1
 
 
@@ -132,7 +134,9 @@ def _by_exit(rank: RankReport) -> Verdict:
     first_line = error.message.strip().splitlines()[0][:300] if error.message.strip() else ""
     evidence = f"rank {rank.rank} raised {error.type}: {first_line} ({error.place})"
     kind = FailureClass.USER
-    if any(words in error.message for words in ADDRESS_IN_USE):
+    if error.type.rsplit(".", 1)[-1] in OUT_OF_MEMORY_TYPES or any(words in error.message for words in OUT_OF_MEMORY_WORDS):
+        kind = FailureClass.OUT_OF_MEMORY
+    elif any(words in error.message for words in ADDRESS_IN_USE):
         kind = FailureClass.INFRASTRUCTURE  # ports are ours to give
     elif secondary(rank):
         kind = FailureClass.UNKNOWN

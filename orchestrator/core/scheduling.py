@@ -21,7 +21,7 @@ _ROUNDING = 1e-6  # sums of fractions of a core
 
 @dataclass(frozen=True)
 class Room:
-    """Cores, GPUs and memory in GB (10^9 bytes) of one node or one bundle."""
+    """Cores, GPUs and memory in GiB (2^30 bytes) of one node or one bundle."""
 
     cpus: float
     gpus: float

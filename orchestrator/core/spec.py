@@ -63,7 +63,7 @@ class Resources(Section):
     )
     gpus_per_node: int = Field(default=0, ge=0, le=64, description="GPUs on each node, 0 to 64.")
     cpus_per_node: float = Field(default=1, gt=0, le=1024, description="CPU cores on each node, above 0, up to 1024.")
-    memory_gb: float = Field(default=2, gt=0, le=65536, description="Host memory on each node in GB (10^9 bytes), above 0, up to 65536.")
+    memory_gb: float = Field(default=2, gt=0, le=65536, description="Host memory on each node in GiB (2^30 bytes), above 0, up to 65536.")
     devices_per_node: int | None = Field(
         default=None, ge=1, le=64, description="Replicas of `mirrored` in its one process, 1 to 64; null: gpus_per_node, else 1."
     )

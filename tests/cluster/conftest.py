@@ -75,7 +75,9 @@ class Server:
 
     def down(self) -> None:
         self.http.close()
-        done = subprocess.run([KEEPSTEP, "down", "--state-dir", str(self.state_dir)], capture_output=True, text=True, timeout=90, check=False)
+        done = subprocess.run(
+            [KEEPSTEP, "down", "--state-dir", str(self.state_dir)], capture_output=True, text=True, timeout=90, check=False
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         if self.process is not None:
             self.process.wait(20)

@@ -157,7 +157,7 @@ class SimGroup:
 
     def _report(self) -> GroupReport:
         group = self.group
-        phase, reason = group.shown
+        phase, reason, _ = group.shown
         ranks = tuple(r for r in group.ranks if r.generation == group.generation)
         steps = [r.step for r in ranks if r.step]
         return GroupReport(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import xxhash
 
-from workers.checkpoint.format import FOLDER, MANIFEST, FileEntry, Manifest, age_key, parse_manifest, parse_name, rank_file
+from workers.checkpoint.format import COMMITTED, FOLDER, MANIFEST, FileEntry, Manifest, age_key, parse_manifest, parse_name, rank_file
 from workers.checkpoint.storage import LocalFolder, RemoteFolder, open_folder
 from workers.checkpoint.tree import StateError
 
@@ -30,6 +30,7 @@ class CheckpointRef:
     generation: int
     world_size: int
     problem: str | None
+    manifest: bool  # there is one, readable or not
 
 
 def catalog(storage_url: str) -> list[CheckpointRef]:
@@ -45,10 +46,15 @@ def catalog(storage_url: str) -> list[CheckpointRef]:
             manifest = _manifest(folder)
             if (manifest.step, manifest.attempt, manifest.generation) != parsed:
                 raise StateError(f"its manifest is that of step {manifest.step}, attempt {manifest.attempt}; the folder was renamed")
-            refs.append(CheckpointRef(folder.url, *parsed, manifest.world_size, None))
+            refs.append(CheckpointRef(folder.url, *parsed, manifest.world_size, None, True))
         except StateError as error:
-            refs.append(CheckpointRef(folder.url, *parsed, 0, str(error)))
+            refs.append(CheckpointRef(folder.url, *parsed, 0, str(error), folder.size(MANIFEST) is not None))
     return sorted(refs, key=lambda r: age_key(r.step, r.attempt, r.generation), reverse=True)
+
+
+def ever_committed(storage_url: str) -> bool:
+    """True where some checkpoint was once whole: then a folder without a manifest may be a loss, else it is a write that never ended."""
+    return open_folder(storage_url).child(FOLDER).size(COMMITTED) is not None
 
 
 def verify(url: str) -> str | None:

@@ -21,6 +21,7 @@ from workers.checkpoint.tree import StateError
 FORMAT = 1
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
+COMMITTED = "committed"  # beside the folders: written once, after the first manifest
 
 _NAME = re.compile(r"step-(\d{12})\.a(\d+)\.g(\d+)")
 

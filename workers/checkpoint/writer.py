@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from workers.checkpoint.format import (
+    COMMITTED,
     FOLDER,
     MANIFEST,
     FileEntry,
@@ -77,7 +78,8 @@ def commit(
 ) -> CheckpointRecord:
     """Write the manifest, after which the checkpoint exists. Times are Unix seconds. Raises StateError where the shares do not make a
     whole, OSError."""
-    folder = open_folder(storage_url).child(FOLDER).child(folder_name(step, attempt, generation))
+    root = open_folder(storage_url).child(FOLDER)
+    folder = root.child(folder_name(step, attempt, generation))
     shared, own, where, files = merge(shares, world_size)
     for file in files:
         found = folder.size(file.name)
@@ -86,6 +88,8 @@ def commit(
     nodes = [share.ranks for share in sorted(shares, key=lambda s: s.node_index)]
     manifest = Manifest(job_id, attempt, generation, step, world_size, nodes, started_at, now, files, shared, own, where)
     size, _ = folder.write(MANIFEST, [manifest_bytes(manifest)])
+    if root.size(COMMITTED) is None:
+        root.write(COMMITTED, [])
     total = size + sum(file.bytes for file in files)
     return CheckpointRecord(
         job_id, attempt, generation, step, folder.url, total, len(files) + 1, world_size, committed_at=now, write_seconds=now - started_at

@@ -152,8 +152,7 @@ class RayGroups:
         clean = False
         if coordinator is not None:
             with contextlib.suppress(ray.exceptions.RayError):
-                ray.get(coordinator.close.remote(), timeout=CLOSE_S)
-                clean = True
+                clean = not ray.get(coordinator.close.remote(), timeout=CLOSE_S)
         placed = self._placement_group(key)
         nodes: set[str] = set()
         if placed is not None:

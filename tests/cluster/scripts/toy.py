@@ -39,7 +39,7 @@ def fault(rank: int, step: int) -> None:
             subprocess.Popen(["setsid", "sh", "-c", "sleep 3001 & sleep 3002"])
         case "noise":
             line = b"x" * 1023 + b"\n"
-            end = time.time() + 3
+            end = time.time() + 2
             while time.time() < end:
                 os.write(1, line * 256)
         case "binary":
