@@ -55,7 +55,7 @@ class JobOut(BaseModel):
     step: int | None = Field(description="Newest step that every rank finished.")
     best_step: int | None = Field(description="Highest step ever finished by every rank.")
     metrics: dict[str, float | str] = Field(description="Rank 0's newest; NaN and infinity as strings.")
-    restarts: int = Field(description="Incidents so far.")
+    restarts: int = Field(description="How often ranks were started again.")
     world_size: int
     created_at: Time
     started_at: Time | None

@@ -83,7 +83,7 @@ def _warm(group: Group, seen: Seen, now: float) -> Decision:
         return _stop_for(group, now, _start_problem(index, problem or "", now))
     if not gone and all(a.status is not None and a.status.ready for a in seen.agents):
         return decide(group.go(Doing.LOCATING, now), seen, now)
-    if now - group.since > group.spec.start_s:
+    if not gone and now - group.since > group.spec.start_s:
         evidence = f"nodes were not ready within start_s = {group.spec.start_s:.0f} s"
         return _stop_for(group, now, Verdict(FailureClass.UNKNOWN, "start_timeout", None, evidence, "start_timeout", now))
     return Decision(group, (), "Warming", now + REPEAT_S)
