@@ -73,9 +73,7 @@ def parse_cursor(text: str) -> Cursor:
     return cursor
 
 
-async def pieces(
-    logs: LogStore, wanted: Wanted, job: Job, ask: Callable[[], Job], since: Cursor | None
-) -> AsyncIterator[Piece | Job]:
+async def pieces(logs: LogStore, wanted: Wanted, job: Job, ask: Callable[[], Job], since: Cursor | None) -> AsyncIterator[Piece | Job]:
     """All that is ``wanted``, from the newest attempt on (of an earlier one only a generation that is named), and between the pieces
     the job whenever its state or reason has changed.
 

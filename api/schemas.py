@@ -53,7 +53,7 @@ class JobOut(BaseModel):
     attempt: int = Field(description="Number of the newest attempt; 0 before the first.")
     generation: int = Field(description="Newest generation that was started, over all attempts; -1 before the first.")
     step: int | None = Field(description="Newest step that every rank finished.")
-    best_step: int | None = Field(description="Highest step ever finished by every rank.")
+    best_step: int | None = Field(description="Highest step that any rank has finished.")
     metrics: dict[str, float | str] = Field(description="Rank 0's newest; NaN and infinity as strings.")
     restarts: int = Field(description="How often ranks were started again.")
     world_size: int

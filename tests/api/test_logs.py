@@ -140,7 +140,7 @@ def test_tail_and_whole_over_rotated_parts(server: Running) -> None:
     logs = Logs(server)
     path = logs.write(b"1\n2\nhalf ")
     path.rename(path.with_suffix(".log.2"))
-    path = logs.write("of 3\n" f"{EMOJI}".encode()[:7])
+    path = logs.write(f"of 3\n{EMOJI}".encode()[:7])
     path.rename(path.with_suffix(".log.1"))
     logs.write(EMOJI.encode()[2:] + b"\n5\n")
     assert logs.read(rank=0) == f"1\n2\nhalf of 3\n{EMOJI}\n5\n"
