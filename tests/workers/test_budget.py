@@ -1,0 +1,117 @@
+"""Budgets: a failure and those before it -> charged, and whether the job may go on, with the reason when not."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.workers.make import NOW, group, spec
+from workers.budget import OUT_OF_MEMORY_BUDGET, charge
+from workers.group import Doing, Group, new_group
+from workers.messages import Failure, FailureClass
+from workers.verdict import Verdict
+
+USER, MEMORY, INFRASTRUCTURE, PREEMPTION, UNKNOWN = (
+    FailureClass.USER,
+    FailureClass.OUT_OF_MEMORY,
+    FailureClass.INFRASTRUCTURE,
+    FailureClass.PREEMPTION,
+    FailureClass.UNKNOWN,
+)
+LARGE = {"max_user_errors": 99, "max_infrastructure": 99}
+
+
+def verdict(kind: FailureClass, signature: str = "now") -> Verdict:
+    return Verdict(kind, "cause", 1, "rank 1 did it", signature, NOW)
+
+
+def past(kind: FailureClass, times: int, signature: str | None = None, step: int | None = None, ago: float = 60) -> tuple[Failure, ...]:
+    """Each at another place and step, unless told otherwise."""
+    return tuple(Failure(NOW - ago, kind, "cause", signature or f"past {i}", step if signature else i) for i in range(times))
+
+
+def training(failures: tuple[Failure, ...] = (), attached: bool = True, **changes: int) -> Group:
+    return group(Doing.TRAINING, given=spec(**changes), failures=failures, attached=attached)
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "limits", "reason"),
+    [
+        pytest.param(USER, (), {}, "UserError", id="no user error is allowed by default"),
+        pytest.param(USER, (), {"max_user_errors": 1}, None, id="one is allowed"),
+        pytest.param(USER, past(USER, 1), {"max_user_errors": 1}, "UserError", id="the second is not"),
+        pytest.param(USER, past(INFRASTRUCTURE, 20), {"max_user_errors": 1}, None, id="infrastructure does not use the user's budget"),
+        pytest.param(MEMORY, past(MEMORY, OUT_OF_MEMORY_BUDGET - 1), {}, None, id="last one of memory"),
+        pytest.param(MEMORY, past(MEMORY, OUT_OF_MEMORY_BUDGET), {}, "BudgetSpent", id="memory spent"),
+        pytest.param(MEMORY, past(USER, 9), {}, None, id="user errors do not use the budget of memory"),
+        pytest.param(INFRASTRUCTURE, past(INFRASTRUCTURE, 19), {}, None, id="20th of infrastructure"),
+        pytest.param(INFRASTRUCTURE, past(INFRASTRUCTURE, 20), {}, "BudgetSpent", id="infrastructure spent"),
+        pytest.param(INFRASTRUCTURE, past(UNKNOWN, 20), {}, "BudgetSpent", id="unknown pays with infrastructure"),
+        pytest.param(UNKNOWN, past(INFRASTRUCTURE, 20), {}, "BudgetSpent", id="and the other way round"),
+        pytest.param(PREEMPTION, past(INFRASTRUCTURE, 12) + past(UNKNOWN, 8), {}, "BudgetSpent", id="preemption pays with both"),
+        pytest.param(PREEMPTION, past(PREEMPTION, 5), {"max_infrastructure": 6}, None, id="preemption within the budget"),
+        pytest.param(INFRASTRUCTURE, past(USER, 9) + past(MEMORY, 9), {}, None, id="others do not use it"),
+        pytest.param(INFRASTRUCTURE, (), {"max_infrastructure": 0}, "BudgetSpent", id="none allowed"),
+        pytest.param(INFRASTRUCTURE, past(INFRASTRUCTURE, 20, ago=86_401), {}, None, id="out of the window"),
+        pytest.param(INFRASTRUCTURE, past(INFRASTRUCTURE, 20, ago=86_400), {}, "BudgetSpent", id="just inside of the window"),
+        pytest.param(USER, past(USER, 1, ago=3_601), {"max_user_errors": 1, "window_s": 3_600}, None, id="a shorter window"),
+    ],
+)
+def test_budgets(kind: FailureClass, before: tuple[Failure, ...], limits: dict[str, int], reason: str | None) -> None:
+    after, stop = charge(training(before, **limits), NOW, verdict(kind))
+    assert (stop and stop[0]) == reason
+    assert after.failures[-1] == Failure(NOW, kind, "cause", "now", 40)
+
+
+@pytest.mark.parametrize(("kind", "limit"), [(USER, 2), (MEMORY, 2), (UNKNOWN, 3), (INFRASTRUCTURE, 6), (PREEMPTION, 20)])
+def test_the_same_failure_without_a_step_gained(kind: FailureClass, limit: int) -> None:
+    _, stop = charge(training(past(kind, limit - 2, "now", 40), **LARGE), NOW, verdict(kind))
+    assert stop is None
+    _, stop = charge(training(past(kind, limit - 1, "now", 40), **LARGE), NOW, verdict(kind))
+    assert stop == ("NoProgress", f"the same failure {limit} times in a row without a step gained: rank 1 did it")
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        pytest.param(past(INFRASTRUCTURE, 9, "now", 39), id="a step was gained"),
+        pytest.param(past(INFRASTRUCTURE, 9, "other", 40), id="another failure"),
+        pytest.param(
+            past(INFRASTRUCTURE, 4, "now", 40) + past(USER, 1, "other", 40) + past(INFRASTRUCTURE, 4, "now", 40), id="not in a row"
+        ),
+        pytest.param(past(INFRASTRUCTURE, 9, "now", 40, ago=90_000), id="out of the window"),
+    ],
+)
+def test_progress_is_kept_up(before: tuple[Failure, ...]) -> None:
+    assert charge(training(before, **LARGE), NOW, verdict(INFRASTRUCTURE))[1] is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "reason"),
+    [(USER, 1, "NoProgress"), (MEMORY, 1, "NoProgress"), (INFRASTRUCTURE, 30, None), (UNKNOWN, 30, None), (PREEMPTION, 30, None)],
+)
+def test_a_script_without_steps_is_only_held_to_its_budget(kind: FailureClass, before: int, reason: str | None) -> None:
+    """No step is no sign of no progress there; the user's own error at the same place is."""
+    _, stop = charge(training(past(kind, before, "now", None), attached=False, **LARGE), NOW, verdict(kind))
+    assert (stop and stop[0]) == reason
+
+
+def test_the_step_of_a_script_without_steps_is_not_known() -> None:
+    after, _ = charge(training(attached=False, **LARGE), NOW, verdict(INFRASTRUCTURE))
+    assert after.failures[-1].step is None
+
+
+def test_failures_outside_of_the_window_are_forgotten() -> None:
+    before = past(INFRASTRUCTURE, 2, ago=90_000) + past(INFRASTRUCTURE, 1)
+    after, _ = charge(training(before), NOW, verdict(INFRASTRUCTURE))
+    assert [f.at for f in after.failures] == [NOW - 60, NOW]
+
+
+def test_failures_of_earlier_attempts_count() -> None:
+    fresh = new_group(spec(prior_failures=past(INFRASTRUCTURE, 20), prior_best_step=40), NOW)
+    after, stop = charge(fresh, NOW, verdict(INFRASTRUCTURE))
+    assert len(after.failures) == 21
+    assert stop == ("BudgetSpent", "21 failures within 24 h, the budget is 20; last: rank 1 did it")
+
+
+def test_the_message_of_a_user_error_names_the_limit() -> None:
+    assert charge(training(), NOW, verdict(USER))[1] == ("UserError", "rank 1 did it (max_user_errors = 0)")

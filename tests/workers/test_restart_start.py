@@ -1,0 +1,350 @@
+"""Each rule on the way to a launch: what the agents tell -> what is done next, its actions and its reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.workers.make import (
+    END,
+    GENERATION,
+    NOTHING,
+    NOW,
+    committed,
+    found,
+    group,
+    held,
+    idle,
+    look,
+    rank,
+    recovery,
+    said,
+    short,
+    spec,
+    status,
+)
+from workers.group import AgentSeen, Doing, Group, Launch, ReadCatalog, Seen, Stage, StopRanks, new_group
+from workers.messages import FailureClass, Outcome, RestoreOrder, Source
+from workers.restart import AGENT_LOST_S, AGENT_RETURN_S, LAUNCH_S, PLACING_S, decide, newest_in_memory
+
+SILENT = AgentSeen(1, None, NOW - 10)
+DIED = AgentSeen(1, status(1), NOW - 0.1, died=True)
+MEMORY_40 = RestoreOrder(Source.MEMORY, 40)
+STORAGE_30 = RestoreOrder(Source.STORAGE, 30, found(30).url)
+STOP, NEXT = (StopRanks(GENERATION),), GENERATION + 1
+
+
+def launch(restore: RestoreOrder, await_step: int = 41) -> tuple[Launch]:
+    return (Launch(NEXT, restore, await_step),)
+
+
+def with_memory(*steps_of_each: tuple[int, ...], **changes: Any) -> Seen:
+    """One tuple of snapshot steps per rank."""
+    return look(*(status(i, holdings=tuple(held(i, s) for s in steps)) for i, steps in enumerate(steps_of_each)), **changes)
+
+
+def warming(since: float = NOW - 10, **changes: Any) -> Group:
+    return group(Doing.WARMING, since, **changes)
+
+
+@pytest.mark.parametrize(
+    ("before", "seen", "doing", "actions", "reason", "look_again_at"),
+    [
+        pytest.param(
+            group(Doing.PLACING), look(status(0), SILENT), Doing.PLACING, (), "WaitingForAgents", NOW - 10 + PLACING_S, id="one silent"
+        ),
+        pytest.param(
+            group(Doing.PLACING, NOW - PLACING_S - 1),
+            look(status(0), SILENT),
+            Doing.CLOSING,
+            STOP,
+            "PlacingTimeout",
+            NOW + 1,
+            id="too long silent",
+        ),
+        pytest.param(group(Doing.PLACING), idle(ready=False), Doing.WARMING, (), "Warming", NOW + 1, id="both answer"),
+        pytest.param(
+            group(Doing.PLACING), idle(), Doing.LOCATING, (ReadCatalog(),), "ReadingCatalog", NOW + 1, id="both answer and are warm"
+        ),
+        pytest.param(warming(), look(status(0), status(1, ready=False)), Doing.WARMING, (), "Warming", NOW + 1, id="one is not warm"),
+        pytest.param(warming(), look(status(0), DIED), Doing.WARMING, (), "Warming", NOW + 1, id="a dead agent is awaited"),
+        pytest.param(
+            warming(NOW - AGENT_RETURN_S - 1),
+            look(status(0), DIED),
+            Doing.CLOSING,
+            STOP,
+            "NodeLost",
+            NOW + 1,
+            id="a dead agent does not return",
+        ),
+        pytest.param(
+            warming(NOW - 601), look(status(0), status(1, ready=False)), Doing.CLOSING, STOP, "StartTimeout", NOW + 1, id="never warm"
+        ),
+        pytest.param(
+            warming(),
+            look(status(0), status(1, ready=False, problem="no torch")),
+            Doing.CLOSING,
+            STOP,
+            "UserError",
+            NOW + 1,
+            id="cannot start",
+        ),
+        pytest.param(warming(), look(status(0), SILENT), Doing.WARMING, (), "Warming", NOW + 1, id="no word yet"),
+        pytest.param(
+            group(Doing.LOCATING),
+            look(status(0), status(1, stopped=False)),
+            Doing.LOCATING,
+            STOP,
+            "StoppingRanks",
+            NOW + 1,
+            id="one still runs",
+        ),
+        pytest.param(group(Doing.LOCATING), look(status(0), DIED), Doing.WARMING, (), "Warming", NOW + 1, id="died while locating"),
+        pytest.param(
+            group(Doing.STAGING, restore=STORAGE_30), look(status(0), DIED), Doing.WARMING, (), "Warming", NOW + 1, id="died while staging"
+        ),
+    ],
+)
+def test_until_all_is_in_place(before: Group, seen: Seen, doing: Doing, actions: Any, reason: str, look_again_at: float) -> None:
+    decision = decide(before, seen, NOW)
+    assert (*short(decision), decision.look_again_at) == (doing, actions, reason, look_again_at)
+
+
+def test_outcome_of_a_group_that_cannot_be_placed() -> None:
+    decision = decide(group(Doing.PLACING, NOW - PLACING_S - 1), look(status(0), SILENT), NOW)
+    assert (decision.group.outcome, decision.group.message) == (Outcome.LOST, "agents [1] did not answer within 120 s")
+
+
+def test_a_node_that_cannot_start_the_command_is_a_user_error_with_an_incident() -> None:
+    group = decide(warming(), look(status(0), status(1, problem="no module torch")), NOW).group
+    incident = group.incidents[-1]
+    assert (group.outcome, group.message) == (Outcome.FAILED, "node 1 cannot start the command: no module torch")
+    assert (incident.cause, incident.kind, incident.action) == ("cannot_start", FailureClass.USER, "stop")
+
+
+def test_a_node_that_never_gets_warm_is_a_start_timeout() -> None:
+    group = decide(warming(NOW - 601), look(status(0), status(1, ready=False)), NOW).group
+    assert (group.outcome, group.incidents[-1].cause, group.incidents[-1].kind) == (Outcome.FAILED, "start_timeout", FailureClass.UNKNOWN)
+
+
+@pytest.mark.parametrize(
+    ("seen", "step"),
+    [
+        (with_memory((39, 40), (39, 40)), 40),
+        (with_memory((39, 40), (38, 39)), 39),
+        (with_memory((40,), (39,)), None),
+        (with_memory((40,), ()), None),
+        (with_memory((), ()), None),
+        (look(status(0, holdings=(held(0, 40),)), AgentSeen(1, None)), None),
+        (look(status(0, holdings=(held(0, 40), held(0, 39))), status(1, holdings=(held(1, 40, valid=False), held(1, 39)))), 39),
+    ],
+)
+def test_newest_step_that_all_ranks_hold(seen: Seen, step: int | None) -> None:
+    assert newest_in_memory(group(Doing.LOCATING), seen) == step
+
+
+@pytest.mark.parametrize(
+    ("seen", "changes", "doing", "actions", "reason"),
+    [
+        pytest.param(
+            with_memory((39, 40), (40,)), {}, Doing.LAUNCHING, launch(MEMORY_40), "Launching", id="memory is newest, storage is not read"
+        ),
+        pytest.param(
+            with_memory((39, 40), (38, 39)),
+            {},
+            Doing.LAUNCHING,
+            launch(RestoreOrder(Source.MEMORY, 39)),
+            "Launching",
+            id="torn snapshot, the step before it",
+        ),
+        pytest.param(
+            with_memory((40,), (40,)),
+            {"checkpoints": (committed(40),)},
+            Doing.LAUNCHING,
+            launch(MEMORY_40),
+            "Launching",
+            id="memory as new as storage",
+        ),
+        pytest.param(
+            with_memory((20,), (20,)),
+            {"checkpoints": (committed(30),)},
+            Doing.LOCATING,
+            (ReadCatalog(),),
+            "ReadingCatalog",
+            id="memory older than the committed one",
+        ),
+        pytest.param(
+            with_memory((20,), (20,), catalog=(found(30), found(10))),
+            {"checkpoints": (committed(30),)},
+            Doing.STAGING,
+            (Stage(found(30).url),),
+            "ReadingCheckpoint",
+            id="storage newer than memory",
+        ),
+        pytest.param(
+            with_memory((20,), (20,), catalog=(found(30, "torn"), found(10))),
+            {"checkpoints": (committed(30),)},
+            Doing.LAUNCHING,
+            launch(RestoreOrder(Source.MEMORY, 20)),
+            "Launching",
+            id="the newer one in storage is bad",
+        ),
+        pytest.param(idle(), {}, Doing.LOCATING, (ReadCatalog(),), "ReadingCatalog", id="nothing in memory"),
+        pytest.param(idle(catalog=(found(30),)), {}, Doing.STAGING, (Stage(found(30).url),), "ReadingCheckpoint", id="from storage"),
+        pytest.param(
+            idle(catalog=(found(30),), staged={found(30).url: None}),
+            {},
+            Doing.LAUNCHING,
+            launch(STORAGE_30),
+            "Launching",
+            id="staged already",
+        ),
+        pytest.param(
+            idle(catalog=(found(36, "truncated"), found(30))),
+            {},
+            Doing.STAGING,
+            (Stage(found(30).url),),
+            "ReadingCheckpoint",
+            id="torn newest",
+        ),
+        pytest.param(
+            idle(catalog=(found(36), found(30))),
+            {"excluded": (found(36, "flipped"),)},
+            Doing.STAGING,
+            (Stage(found(30).url),),
+            "ReadingCheckpoint",
+            id="found bad before",
+        ),
+        pytest.param(idle(catalog=(found(36, "a"), found(30, "b"))), {}, Doing.CLOSING, STOP, "NoValidCheckpoint", id="all damaged"),
+        pytest.param(
+            idle(catalog=()), {"excluded": (found(30, "b"),)}, Doing.CLOSING, STOP, "NoValidCheckpoint", id="the only one was found bad"
+        ),
+        pytest.param(idle(catalog=()), {}, Doing.LAUNCHING, launch(NOTHING), "Launching", id="nothing anywhere"),
+        pytest.param(idle(catalog_problem="EIO"), {}, Doing.LOCATING, (ReadCatalog(),), "ReadingCatalog", id="storage away, tried again"),
+    ],
+)
+def test_where_the_state_comes_from(seen: Seen, changes: dict[str, Any], doing: Doing, actions: Any, reason: str) -> None:
+    decision = decide(group(Doing.LOCATING, **changes), seen, NOW)
+    assert short(decision) == (doing, actions, reason)
+    assert decision.look_again_at == NOW + 1
+
+
+def test_no_valid_checkpoint_fails_with_the_list() -> None:
+    group_ = decide(group(Doing.LOCATING), idle(catalog=(found(36, "truncated"), found(30, "flipped"))), NOW).group
+    assert group_.outcome == Outcome.FAILED
+    assert "step 36: truncated; step 30: flipped" in group_.message
+
+
+def test_a_torn_checkpoint_is_skipped_with_an_event_once() -> None:
+    seen = idle(catalog=(found(36, "truncated"), found(30)))
+    first = decide(group(Doing.LOCATING), seen, NOW)
+    assert said(first) == ["CheckpointSkipped"]
+    assert "step 36" in first.group.events[0].message
+    assert said(decide(first.group.go(Doing.LOCATING, NOW), seen, NOW)) == ["CheckpointSkipped"]
+
+
+def test_starting_from_zero_after_progress_is_said() -> None:
+    decision = decide(group(Doing.LOCATING), idle(catalog=()), NOW)
+    assert said(decision) == ["StartedFromZero"]
+    assert "40 steps are done again" in decision.group.events[0].message
+    assert said(decide(group(Doing.LOCATING, best_step=None), idle(catalog=()), NOW)) == []
+
+
+def test_storage_that_stays_away_loses_the_group() -> None:
+    decision = decide(group(Doing.LOCATING, NOW - LAUNCH_S - 1), idle(catalog_problem="OSError: EIO"), NOW)
+    assert short(decision) == (Doing.CLOSING, STOP, "StorageUnavailable")
+    assert (decision.group.outcome, decision.group.message) == (Outcome.LOST, "storage cannot be read: OSError: EIO")
+
+
+def test_a_checkpoint_that_reads_badly_on_one_node_is_replaced_by_the_one_before() -> None:
+    url = found(36).url
+    seen = look(status(0, staged={url: None}), status(1, staged={url: "checksum"}), catalog=(found(36), found(30)))
+    decision = decide(group(Doing.STAGING, restore=RestoreOrder(Source.STORAGE, 36, url)), seen, NOW)
+    assert short(decision) == (Doing.STAGING, (Stage(found(30).url),), "ReadingCheckpoint")
+    assert decision.group.excluded == (found(36, "checksum"),)
+    assert said(decision) == ["CheckpointSkipped"]
+
+
+def test_staging_waits_for_every_node() -> None:
+    url = found(30).url
+    decision = decide(group(Doing.STAGING, restore=STORAGE_30), look(status(0, staged={url: None}), status(1)), NOW)
+    assert short(decision) == (Doing.STAGING, (Stage(url),), "ReadingCheckpoint")
+
+
+def test_launch_tells_the_incident_what_was_lost() -> None:
+    open_one = recovery(last_step=43)
+    after = decide(group(Doing.LOCATING, recovery=open_one, best_step=43), with_memory((42,), (42,)), NOW).group
+    assert after.recovery is not None
+    incident = after.recovery.incident
+    assert (incident.restored_from, incident.resumed_step, incident.lost_steps) == (Source.MEMORY, 42, 1)
+    assert after.generation == NEXT
+
+
+def test_first_launch_from_storage_says_so() -> None:
+    seen = idle(catalog=(found(30),), staged={found(30).url: None})
+    assert said(decide(group(Doing.LOCATING), seen, NOW)) == ["Restoring"]
+
+
+def test_first_generation_of_a_later_attempt_counts_on() -> None:
+    fresh = new_group(spec(first_generation=7, prior_best_step=40), NOW - 1)
+    decision = decide(fresh, look(status(0, generation=6), status(1, generation=6), catalog=()), NOW)
+    assert decision.actions == (Launch(7, NOTHING, 41),)
+
+
+@pytest.mark.parametrize(
+    ("seen", "since", "doing", "actions", "reason", "cause"),
+    [
+        (
+            look(status(0), status(1, rank(1, generation=NEXT), generation=NEXT)),
+            NOW - 1,
+            Doing.LAUNCHING,
+            launch(MEMORY_40),
+            "Launching",
+            None,
+        ),
+        (look(status(0), DIED), NOW - 1, Doing.STOPPING, (StopRanks(NEXT),), "Failure", "agent_lost"),
+        (look(status(0), status(1, incarnation="other")), NOW - 1, Doing.STOPPING, (StopRanks(NEXT),), "Failure", "agent_lost"),
+        (look(status(0), status(1, problem="gone")), NOW - 1, Doing.CLOSING, (StopRanks(NEXT),), "UserError", "cannot_start"),
+        (look(status(0), status(1)), NOW - LAUNCH_S - 1, Doing.STOPPING, (StopRanks(NEXT),), "Failure", "launch_timeout"),
+        (look(status(0), AgentSeen(1, status(1), NOW - 2)), NOW - 3, Doing.LAUNCHING, launch(MEMORY_40), "Launching", None),
+        (
+            look(status(0), AgentSeen(1, status(1), NOW - AGENT_LOST_S)),
+            NOW - 4,
+            Doing.STOPPING,
+            (StopRanks(NEXT),),
+            "Failure",
+            "agent_lost",
+        ),
+    ],
+)
+def test_launching(seen: Seen, since: float, doing: Doing, actions: Any, reason: str, cause: str | None) -> None:
+    decision = decide(group(Doing.LAUNCHING, since, generation=NEXT, restore=MEMORY_40), seen, NOW)
+    assert short(decision) == (doing, actions, reason)
+    assert decision.look_again_at == NOW + 1
+    assert [i.cause for i in decision.group.incidents] == ([cause] if cause else [])
+
+
+def test_launched_everywhere_is_training() -> None:
+    ranks = [rank(n, generation=NEXT, new_step_at=None, step=None, step_at=None) for n in (0, 1)]
+    seen = look(*(status(r.node_index, r, generation=NEXT) for r in ranks))
+    decision = decide(group(Doing.LAUNCHING, generation=NEXT, restore=MEMORY_40), seen, NOW)
+    assert short(decision) == (Doing.TRAINING, (), "WaitingForFirstStep")
+
+
+@pytest.mark.parametrize("doing", [Doing.WARMING, Doing.LOCATING, Doing.STOPPING])
+@pytest.mark.parametrize(
+    "agent", [status(1, stopped=False), status(1, rank(1)), DIED, AgentSeen(1, None), AgentSeen(1, status(1), NOW - 9)]
+)
+def test_nothing_is_launched_while_a_node_is_not_stopped(doing: Doing, agent: Any) -> None:
+    seen = look(status(0, holdings=(held(0, 40),)), agent, catalog=())
+    decision = decide(group(doing, recovery=recovery(), restore=MEMORY_40), seen, NOW)
+    assert not [a for a in decision.actions if isinstance(a, Launch)]
+    assert decision.group.generation == GENERATION
+
+
+@pytest.mark.parametrize("doing", [Doing.PLACING, Doing.WARMING, Doing.LOCATING, Doing.STAGING, Doing.LAUNCHING, Doing.STOPPING])
+def test_end_before_the_ranks_run_is_at_once(doing: Doing) -> None:
+    decision = decide(group(doing, restore=STORAGE_30), look(status(0), status(1, rank(1)), end=END), NOW)
+    assert short(decision) == (Doing.CLOSING, STOP, "StoppingRanks")
+    assert (decision.group.outcome, decision.group.reason, said(decision)) == (Outcome.STOPPED, "Stopped", ["EndRequested"])
