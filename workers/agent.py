@@ -79,7 +79,8 @@ class Agent:
         while not self._closed:
             await asyncio.sleep(LOOK_S)
             if self.ranks.living:
-                self.ranks.read_boards()
+                with contextlib.suppress(OSError, ValueError):  # a board that is being replaced; the next look finds it whole
+                    self.ranks.read_boards()
                 pinned = {r: s for r, s in pinned_steps(self.shm, self.ranks.numbers).items() if s is not None}
                 if pinned != self.pinned:
                     self.pinned = pinned

@@ -53,6 +53,10 @@ def agent_name(key: str, index: int) -> str:
     return f"{key}.agent.{index}"
 
 
+class NodeGone(Exception):
+    """Ray says that the node is not alive."""
+
+
 class Coordinator:
     def __init__(self, spec: GroupSpec) -> None:
         check_schema(spec)
@@ -71,7 +75,6 @@ class Coordinator:
         self.saver = Saver(spec, self._all, lambda: self.group, self._update)
         self._running: dict[Action, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
-        self._change = asyncio.Event()
         self._tasks = [asyncio.create_task(self._lead())]
 
     # the loop
@@ -81,7 +84,11 @@ class Coordinator:
         self._tasks += [asyncio.create_task(self._watch(n.index)) for n in self.spec.nodes]
         while not self.closed:
             self._wake.clear()
-            look_again_at = self._decide()
+            try:
+                look_again_at = self._decide()
+            except Exception:  # a bug must not leave ranks without a leader
+                _log.exception("no decision was possible")
+                look_again_at = time.time() + 1.0
             timeout = None if look_again_at is None else max(0.0, look_again_at - time.time())
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), timeout)
@@ -120,7 +127,6 @@ class Coordinator:
 
     def _changed(self) -> None:
         self.version += 1
-        self._change.set()
 
     def _kept(self) -> Kept:
         return Kept(self.term, self.sequence, self.group)
@@ -132,7 +138,6 @@ class Coordinator:
     # agents
 
     def _make_agent(self, index: int) -> Any:
-        group = ray.util.get_placement_group(self.spec.key)
         options: dict[str, Any] = {
             "name": agent_name(self.spec.key, index),
             "lifetime": "detached",
@@ -141,9 +146,13 @@ class Coordinator:
             "num_gpus": self.spec.gpus_per_node,
             "max_restarts": 0,  # Ray reports the death of an actor that it does not restart in 20 ms; we make the next one
             "max_concurrency": 1000,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                ray.util.get_placement_group(self.spec.key), placement_group_bundle_index=index
+            ),
         }
-        node = next(n for n in ray.nodes() if n["NodeID"] == self.spec.nodes[index].node_id)
+        node = next((n for n in ray.nodes() if n["NodeID"] == self.spec.nodes[index].node_id), None)
+        if node is None or not node["Alive"]:
+            raise NodeGone(f"node {self.spec.nodes[index].node_id} has left the cluster")
         return ray.remote(Agent).options(**options).remote(self.spec, index, node["NodeManagerAddress"])
 
     async def _take_over(self) -> None:
@@ -153,9 +162,11 @@ class Coordinator:
         while len(answers) < len(self.spec.nodes) and not self.closed:
             for node in self.spec.nodes:
                 if node.index not in answers:
-                    with contextlib.suppress(Exception):
+                    try:
                         self.agents[node.index] = await asyncio.to_thread(self._make_agent, node.index)
                         answers[node.index] = await asyncio.wait_for(self.agents[node.index].follow.remote(0), 20)
+                    except Exception as error:
+                        _log.warning("agent %s does not answer yet: %s", node.index, error)
             if time.monotonic() - started > 60.0:
                 break
             if len(answers) < len(self.spec.nodes):
@@ -193,14 +204,21 @@ class Coordinator:
                 if isinstance(error.cause, StaleLeader):
                     self.closed = True
                     return
-                raise
+                _log.warning("agent %s cannot answer: %s", index, error.cause)
+                self._missed(index, died=False)
+                await asyncio.sleep(0.1)
 
     async def _replace_agent(self, index: int) -> None:
-        with contextlib.suppress(Exception):
+        try:
             self.agents[index] = await asyncio.to_thread(self._make_agent, index)
-            status, _, _ = await asyncio.wait_for(self.agents[index].follow.remote(self.term), 20)
+            status, _, _ = await asyncio.wait_for(self.agents[index].follow.remote(self.term), 5)
             self._heard(index, status)
             self._update(self.group.say(time.time(), "AgentReplaced", f"node {index} has a new agent; its launcher warms up"))
+        except NodeGone:
+            self.seen[index] = replace(self.seen[index], node_lost=True)
+            self._wake.set()
+        except Exception as error:
+            _log.warning("agent %s cannot be made yet: %s", index, error)
         await asyncio.sleep(0.05)
 
     def _heard(self, index: int, status: AgentStatus) -> None:
@@ -212,7 +230,6 @@ class Coordinator:
             self._update(self.group.say(time.time(), "LogProblem", text, rank))
         self.seen[index] = AgentSeen(index, status)
         self._wake.set()
-        self._change.set()
 
     def _missed(self, index: int, died: bool) -> None:
         known = self.seen[index]
@@ -313,14 +330,6 @@ class Coordinator:
             outcome=group.outcome if phase == GroupPhase.ENDED else None,
             ended_at=group.ended_at,
         )
-
-    async def wait_change(self, version: int, timeout_s: float) -> int:
-        """Returns the report's version when it is newer than ``version``, or after ``timeout_s``."""
-        if self.term * 1_000_000_000 + self.version <= version:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._change.wait(), timeout_s)
-            self._change.clear()
-        return self.term * 1_000_000_000 + self.version
 
     async def end(self, grace_s: float) -> None:
         """Idempotent; a later call may only shorten the grace."""

@@ -158,12 +158,13 @@ def new_group(spec: GroupSpec, now: float) -> Group:
 @dataclass(frozen=True)
 class AgentSeen:
     """One agent as the coordinator sees it. ``missing_since`` is set while it does not answer; ``died``: its process
-    ended, says Ray."""
+    ended, says Ray; ``node_lost``: so did its node."""
 
     index: int
     status: AgentStatus | None
     missing_since: float | None = None
     died: bool = False
+    node_lost: bool = False
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from workers.group import (
 )
 from workers.messages import CheckpointFound, FailureClass, Incident, Outcome, RankReport, RestoreOrder, Source
 from workers.verdict import Verdict, judge, only_secondary
-from workers.watching import closed_incident, settled, silence, training_since
+from workers.watching import closed_incident, newest_in_memory, settled, silence, training_since
 
 CULPRIT_S = 0.3  # how long to wait for the culprit while only consequences were seen
 AGENT_RETURN_S = 45.0  # the coordinator makes a new agent within this time, else its node counts as lost
@@ -44,6 +44,9 @@ def decide(group: Group, seen: Seen, now: float) -> Decision:
         group = replace(group, end=seen.end)
     if group.end is not None and group.doing in _ENDS_AT_ONCE:
         group = group.say(now, "EndRequested", "no rank runs: ending at once").close(now, Outcome.STOPPED, "Stopped", "ended on request")
+    lost = next((a for a in seen.agents if a.node_lost), None)
+    if lost is not None and group.doing in _WITHOUT_RANKS:
+        return _lost(group, now, "NodeLost", f"node {_node(group, lost.index)} has left the cluster; the job needs another placement")
     return _HANDLERS[group.doing](group, seen, now)
 
 
@@ -92,18 +95,6 @@ def _warm(group: Group, seen: Seen, now: float) -> Decision:
 def _start_problem(index: int, problem: str, now: float) -> Verdict:
     evidence = f"node {index} cannot start the command: {problem}"
     return Verdict(FailureClass.USER, "cannot_start", None, evidence, f"cannot_start {problem}", now)
-
-
-def newest_in_memory(group: Group, seen: Seen) -> int | None:
-    """Newest step whose snapshot is complete and valid for every rank, each on its own node."""
-    held: dict[int, set[int]] = {}
-    for agent in seen.agents:
-        for h in agent.status.holdings if agent.status else ():
-            if h.valid:
-                held.setdefault(h.rank, set()).add(h.step)
-    if len(held) < group.spec.world_size:
-        return None
-    return max(set.intersection(*held.values()), default=None)
 
 
 def _locate(group: Group, seen: Seen, now: float) -> Decision:
@@ -258,6 +249,9 @@ def _node(group: Group, index: int) -> str:
 def _agent_verdict(group: Group, agent: AgentSeen, now: float) -> Verdict:
     evidence = f"the agent of node {agent.index} ({_node(group, agent.index)[:12]}) is gone, its ranks with it"
     at = min(agent.missing_since or now, now)
+    if agent.node_lost:
+        evidence = f"node {agent.index} ({_node(group, agent.index)[:12]}) has left the cluster, its ranks with it"
+        return Verdict(FailureClass.INFRASTRUCTURE, "node_lost", None, evidence, f"node_lost {agent.index}", at)
     # A killed drill is known from the status that the agent left last.
     drill = next((r.drill for r in (agent.status.ranks if agent.status else ()) if r.drill), None)
     return Verdict(FailureClass.INFRASTRUCTURE, "agent_lost", None, evidence, f"agent_lost {agent.index}", at, drill=drill)
@@ -298,7 +292,7 @@ def _blamed_node(group: Group, seen: Seen, verdict: Verdict, now: float) -> str 
     if verdict.rank is not None:
         return next((r.node_id for r in group.ranks if r.rank == verdict.rank), None)
     away = _changed(group, seen, now)
-    return _node(group, away.index) if away and verdict.cause == "agent_lost" else None
+    return _node(group, away.index) if away and verdict.cause in ("agent_lost", "node_lost") else None
 
 
 def _stop_for(group: Group, now: float, verdict: Verdict) -> Decision:
@@ -384,6 +378,7 @@ def _ended(group: Group, seen: Seen, now: float) -> Decision:
     return Decision(group, (), group.reason)
 
 
+_WITHOUT_RANKS = frozenset({Doing.PLACING, Doing.WARMING, Doing.LOCATING, Doing.STAGING, Doing.STOPPING})
 _ENDS_AT_ONCE = frozenset({Doing.PLACING, Doing.WARMING, Doing.LOCATING, Doing.STAGING, Doing.LAUNCHING, Doing.STOPPING})
 _HANDLERS: dict[Doing, Callable[[Group, Seen, float], Decision]] = {
     Doing.PLACING: _place,

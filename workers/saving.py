@@ -20,7 +20,7 @@ from workers.checkpoint.retention import to_remove
 from workers.checkpoint.writer import commit
 from workers.group import Group, Seen
 from workers.messages import AgentStatus, CheckpointFound, GroupSpec
-from workers.restart import newest_in_memory
+from workers.watching import newest_in_memory
 
 KEPT_RECORDS = 200
 LEAD_S = 1.0  # a requested step lies this far ahead, so that every rank hears of it in time

@@ -1,4 +1,4 @@
-"""PURE: what the boards of a generation tell: that it trains, that it recovered and how long each part took, that it is silent.
+"""PURE: what boards and snapshots tell: that a generation trains or is silent, how long its recovery took, what memory holds.
 
 Invariant: all times come from where they happened (the rank's board, the launcher's waitpid), never from when they were heard of.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from workers.group import Group, Recovery
+from workers.group import Group, Recovery, Seen
 from workers.messages import Incident, RankPhase, RankReport
 from workers.verdict import Verdict, judge_hang
 
@@ -69,3 +69,15 @@ def _silence_limit(group: Group, rank: RankReport) -> float:
     if group.spec.hang_s is not None:
         return group.spec.hang_s
     return max(HANG_FLOOR_S, HANG_FACTOR * (rank.step_p99 or 0.0))
+
+
+def newest_in_memory(group: Group, seen: Seen) -> int | None:
+    """Newest step whose snapshot is complete and valid for every rank, each on its own node."""
+    held: dict[int, set[int]] = {}
+    for agent in seen.agents:
+        for h in agent.status.holdings if agent.status else ():
+            if h.valid:
+                held.setdefault(h.rank, set()).add(h.step)
+    if len(held) < group.spec.world_size:
+        return None
+    return max(set.intersection(*held.values()), default=None)

@@ -98,12 +98,14 @@ def cancel(
     as_json: AsJson = False,
     state_dir: StateDir = None,
 ) -> None:
-    """Cancel a job. Repeating it changes nothing."""
+    """Ask for a job to be cancelled; `keepstep wait` tells when nothing of it runs. Repeating it changes nothing."""
     found = Client.find(state_dir).post(ref_path(job, "cancel"), {} if grace is None else {"grace_s": grace})
     if as_json:
         show.as_json(found)
+    elif found["state"] == "CANCELLED":
+        print(f"{found['id']} CANCELLED: {found['message']}")
     else:
-        print(f"{found['id']} {found['state']}: {found['message']}")
+        print(f"{found['id']}: cancel requested, the job was {found['state']}")
 
 
 def wait(

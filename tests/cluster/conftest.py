@@ -180,12 +180,15 @@ class Job:
         assert not list(SHM.glob(f"**/{self.id}*"))
 
     def actors(self, kind: str) -> list[int]:
-        """Pids of Ray actors of this job's group: kind is Coordinator or Agent. One job runs at a time in these tests."""
+        """Pids of Ray actors in this server's cluster: kind is Coordinator or Agent. One job runs at a time in these tests."""
+        cluster = json.loads((self.server.state_dir / "cluster.json").read_text())["id"].encode()
         found = []
         for folder in Path("/proc").iterdir():
             if folder.name.isdigit():
                 try:
-                    if (folder / "cmdline").read_bytes().startswith(f"ray::{kind}".encode()):
+                    if (folder / "cmdline").read_bytes().startswith(f"ray::{kind}".encode()) and cluster in (
+                        folder / "environ"
+                    ).read_bytes():
                         found.append(int(folder.name))
                 except OSError:
                     continue

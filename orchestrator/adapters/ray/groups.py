@@ -125,22 +125,6 @@ class RayGroups:
 
         return answer(ask, REPORT_S + 2.0)
 
-    def wait_change(self, job_id: str, attempt: int, version: int, timeout_s: float) -> int | None:
-        """Newest report version once it is above ``version``; None when the coordinator does not answer."""
-
-        def ask() -> int | None:
-            import ray
-
-            coordinator = self._coordinator(key_of(job_id, attempt))
-            if coordinator is None:
-                return None
-            try:
-                return int(ray.get(coordinator.wait_change.remote(version, timeout_s), timeout=timeout_s + 2.0))
-            except ray.exceptions.RayError:
-                return None
-
-        return answer(ask, timeout_s + 4.0)
-
     def remove(self, job_id: str, attempt: int) -> bool:
         return answer(lambda: self._remove(key_of(job_id, attempt)), CLOSE_S + 25.0)
 

@@ -1,0 +1,88 @@
+"""The launcher: what it tells of its ranks, and that nothing below it outlives a kill, its socket or itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+from collections.abc import Callable
+
+from tests.workers.launched import Launched, lives
+from workers.launcher import MESSAGE_BYTES
+from workers.processes import os_state
+from workers.verdict import DRILL_EXIT_CODE
+
+
+def test_the_signal_of_the_exit_drill_is_an_exit_code(launcher: Launched) -> None:
+    number, pid = launcher.start("sleep")
+    assert launcher.first_line(number) == "up"
+    os.kill(pid, signal.SIGRTMIN + 1)
+    assert launcher.ended(number) == DRILL_EXIT_CODE
+
+
+def test_sigterm_ends_a_script_that_does_not_handle_it(launcher: Launched) -> None:
+    number, pid = launcher.start("sleep")
+    assert launcher.first_line(number) == "up"
+    os.kill(pid, signal.SIGTERM)
+    assert launcher.ended(number) == -signal.SIGTERM
+
+
+def test_children_end_with_their_rank(launcher: Launched) -> None:
+    number, _ = launcher.start("child")
+    child = int(launcher.first_line(number))
+    assert launcher.ended(number) == 0
+    launcher.kill()
+    assert not lives(child)
+
+
+def test_kill_ends_ranks_and_daemons_and_the_launcher_goes_on(launcher: Launched) -> None:
+    first, pid = launcher.start("sleep")
+    second, parent = launcher.start("daemon")
+    daemon = int(launcher.first_line(second))
+    assert launcher.first_line(first) == "up"
+    assert lives(daemon)
+    os.kill(parent, signal.SIGSTOP)
+    launcher.kill()
+    assert [os_state(p) for p in (pid, parent, daemon)] == [None, None, None]
+    assert launcher.run("three") == (3, "")
+
+
+def test_every_killed_rank_is_reported_before_the_answer(launcher: Launched) -> None:
+    pids = dict(launcher.start("sleep") for _ in range(3))
+    launcher.link.send(json.dumps({"op": "kill", "generation": 5}).encode())
+    heard = [json.loads(launcher.link.recv(MESSAGE_BYTES)) for _ in range(4)]
+    assert {m["rank"]: (m["pid"], m["code"]) for m in heard[:3]} == {number: (pid, -9) for number, pid in pids.items()}
+    assert heard[3]["op"] == "killed"
+
+
+def test_no_zombies_are_left(launcher: Launched) -> None:
+    launcher.run("zombies")
+    launcher.kill()
+    with open(f"/proc/{launcher.process.pid}/task/{launcher.process.pid}/children") as file:
+        assert file.read().split() == []
+
+
+def test_the_launcher_has_one_thread(launcher: Launched) -> None:
+    """More would make a fork unsafe."""
+    assert len(os.listdir(f"/proc/{launcher.process.pid}/task")) == 1
+
+
+def test_the_end_of_the_socket_ends_all(launch: Callable[[list[str]], Launched]) -> None:
+    launcher = launch(["python", "case.py"])
+    number, pid = launcher.start("daemon")
+    daemon = int(launcher.first_line(number))
+    launcher.close()
+    assert launcher.process.returncode == 0
+    assert (lives(pid), lives(daemon)) == (False, False)
+
+
+def test_ranks_end_with_a_killed_launcher(launch: Callable[[list[str]], Launched]) -> None:
+    launcher = launch(["python", "case.py"])
+    number, pid = launcher.start("sleep")
+    assert launcher.first_line(number) == "up"
+    handle = os.pidfd_open(pid)
+    launcher.process.kill()
+    launcher.process.wait()
+    assert select.select([handle], [], [], 10)[0] == [handle]
+    os.close(handle)
