@@ -101,8 +101,8 @@ def access_token(settings: Settings) -> str:
         return settings.token.get_secret_value()
     path = settings.state_dir / TOKEN_FILE
     if not path.exists():
-        fresh = path.with_name(f"{TOKEN_FILE}.{os.getpid()}")
-        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        fresh = path.with_name(f"{TOKEN_FILE}.{secrets.token_hex(8)}")
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_urlsafe(32) + "\n")
         try:
