@@ -30,7 +30,7 @@ from workers.rank import TRACEBACK_BYTES, parse_python
         ("thread", 0, "thread ends\n"),
         ("streams", 0, "out\nerr\nchild\nTrue\n"),
         ("clean", 0, "[]\n"),
-        ("signals", 0, "['default_int_handler', 'SIG_DFL', 'SIG_DFL']\n"),
+        ("signals", 0, "True\n"),
         ("zombies", 0, ""),
     ],
 )
