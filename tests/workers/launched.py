@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -146,6 +147,16 @@ class Launched:
     def close(self) -> None:
         self.link.close()
         self.process.wait(10)
+
+
+def wait_end(pid: int) -> bool:
+    """False where the process, which need not be our child, has not ended after 10 s."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    with open(handle):
+        return bool(select.select([handle], [], [], 10)[0])
 
 
 def lives(pid: int) -> bool:

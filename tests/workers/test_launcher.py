@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 from collections.abc import Callable
 
-from tests.workers.launched import Launched, lives
+from tests.workers.launched import Launched, lives, wait_end
 from workers.launcher import MESSAGE_BYTES
 from workers.processes import os_state
 from workers.verdict import DRILL_EXIT_CODE
@@ -32,8 +31,7 @@ def test_children_end_with_their_rank(launcher: Launched) -> None:
     number, _ = launcher.start("child")
     child = int(launcher.first_line(number))
     assert launcher.ended(number) == 0
-    launcher.kill()
-    assert not lives(child)
+    assert wait_end(child)
 
 
 def test_kill_ends_ranks_and_daemons_and_the_launcher_goes_on(launcher: Launched) -> None:
@@ -81,8 +79,6 @@ def test_ranks_end_with_a_killed_launcher(launch: Callable[[list[str]], Launched
     launcher = launch(["python", "case.py"])
     number, pid = launcher.start("sleep")
     assert launcher.first_line(number) == "up"
-    handle = os.pidfd_open(pid)
     launcher.process.kill()
     launcher.process.wait()
-    assert select.select([handle], [], [], 10)[0] == [handle]
-    os.close(handle)
+    assert wait_end(pid)

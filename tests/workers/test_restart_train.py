@@ -133,8 +133,11 @@ def test_first_step_starts_the_training() -> None:
 
 def test_first_new_step_ends_the_recovery() -> None:
     ranks = [rank(n, started_at=NOW - 0.7, restored_at=NOW - 0.6, new_step_at=NOW - 0.5) for n in (0, 1)]
-    before = replace(STARTS, started_at=NOW - 99, recovery=recovery(restored_from=Source.MEMORY, lost_steps=0))
+    open_one = recovery(restored_from=Source.MEMORY, lost_steps=0)
+    older = replace(open_one.incident, generation=GENERATION - 2)
+    before = replace(STARTS, started_at=NOW - 99, recovery=open_one, incidents=(older, open_one.incident))
     decision = decide(before, ranks_seen(*ranks), NOW)
+    assert [i.generation for i in decision.group.incidents] == [GENERATION - 2, GENERATION - 1]
     assert (decision.reason, decision.group.recovery, said(decision)) == ("Training", None, ["Recovered"])
     assert decision.group.incidents[-1].recovery_seconds == pytest.approx(0.5)
     assert decision.group.events[-1].message == "signal: recovered in 0.500 s from memory, 0 steps lost"
