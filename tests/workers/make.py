@@ -143,6 +143,11 @@ def idle(**changes: Any) -> Seen:
     return look(status(0, **each), status(1, **each), **changes)
 
 
+def with_memory(*steps_of_each: tuple[int, ...], **changes: Any) -> Seen:
+    """One tuple of snapshot steps per rank."""
+    return look(*(status(i, holdings=tuple(held(i, s) for s in steps)) for i, steps in enumerate(steps_of_each)), **changes)
+
+
 def found(step: int, problem: str | None = None) -> CheckpointFound:
     return CheckpointFound(f"/storage/job-x/checkpoints/{step}", step, problem)
 

@@ -23,13 +23,15 @@ from tests.workers.make import (
     short,
     spec,
     status,
+    with_memory,
 )
 from workers.group import AgentSeen, Doing, Group, Launch, ReadCatalog, Seen, Stage, StopRanks, new_group
 from workers.messages import FailureClass, Outcome, RestoreOrder, Source
-from workers.restart import AGENT_LOST_S, AGENT_RETURN_S, LAUNCH_S, PLACING_S, decide, newest_in_memory
+from workers.restart import AGENT_LOST_S, AGENT_RETURN_S, LAUNCH_S, PLACING_S, decide
 
 SILENT = AgentSeen(1, None, NOW - 10)
 DIED = AgentSeen(1, status(1), NOW - 0.1, died=True)
+LEFT = AgentSeen(1, status(1), NOW - 0.1, died=True, node_lost=True)
 MEMORY_40 = RestoreOrder(Source.MEMORY, 40)
 STORAGE_30 = RestoreOrder(Source.STORAGE, 30, found(30).url)
 STOP, NEXT = (StopRanks(GENERATION),), GENERATION + 1
@@ -37,11 +39,6 @@ STOP, NEXT = (StopRanks(GENERATION),), GENERATION + 1
 
 def launch(restore: RestoreOrder, await_step: int = 41) -> tuple[Launch]:
     return (Launch(NEXT, restore, await_step),)
-
-
-def with_memory(*steps_of_each: tuple[int, ...], **changes: Any) -> Seen:
-    """One tuple of snapshot steps per rank."""
-    return look(*(status(i, holdings=tuple(held(i, s) for s in steps)) for i, steps in enumerate(steps_of_each)), **changes)
 
 
 def warming(since: float = NOW - 10, **changes: Any) -> Group:
@@ -126,22 +123,6 @@ def test_a_node_that_cannot_start_the_command_is_a_user_error_with_an_incident()
 def test_a_node_that_never_gets_warm_is_a_start_timeout() -> None:
     group = decide(warming(NOW - 601), look(status(0), status(1, ready=False)), NOW).group
     assert (group.outcome, group.incidents[-1].cause, group.incidents[-1].kind) == (Outcome.FAILED, "start_timeout", FailureClass.UNKNOWN)
-
-
-@pytest.mark.parametrize(
-    ("seen", "step"),
-    [
-        (with_memory((39, 40), (39, 40)), 40),
-        (with_memory((39, 40), (38, 39)), 39),
-        (with_memory((40,), (39,)), None),
-        (with_memory((40,), ()), None),
-        (with_memory((), ()), None),
-        (look(status(0, holdings=(held(0, 40),)), AgentSeen(1, None)), None),
-        (look(status(0, holdings=(held(0, 40), held(0, 39))), status(1, holdings=(held(1, 40, valid=False), held(1, 39)))), 39),
-    ],
-)
-def test_newest_step_that_all_ranks_hold(seen: Seen, step: int | None) -> None:
-    assert newest_in_memory(group(Doing.LOCATING), seen) == step
 
 
 @pytest.mark.parametrize(
@@ -348,3 +329,15 @@ def test_end_before_the_ranks_run_is_at_once(doing: Doing) -> None:
     decision = decide(group(doing, restore=STORAGE_30), look(status(0), status(1, rank(1)), end=END), NOW)
     assert short(decision) == (Doing.CLOSING, STOP, "StoppingRanks")
     assert (decision.group.outcome, decision.group.reason, said(decision)) == (Outcome.STOPPED, "Stopped", ["EndRequested"])
+
+
+@pytest.mark.parametrize("doing", [Doing.PLACING, Doing.WARMING, Doing.LOCATING, Doing.STAGING, Doing.STOPPING])
+def test_a_node_that_left_the_cluster_is_not_awaited(doing: Doing) -> None:
+    decision = decide(group(doing, restore=STORAGE_30, recovery=recovery()), look(status(0), LEFT, catalog=()), NOW)
+    assert short(decision) == (Doing.CLOSING, STOP, "NodeLost")
+    assert (decision.group.outcome, decision.group.incidents[-1].action) == (Outcome.LOST, "relaunch")
+    assert decision.group.message == "node n1 has left the cluster; the job needs another placement"
+
+
+def test_an_end_that_was_asked_for_comes_before_the_loss_of_a_node() -> None:
+    assert decide(group(Doing.STOPPING), look(status(0), LEFT, end=END), NOW).group.outcome == Outcome.STOPPED

@@ -39,6 +39,7 @@ VICTIM = ended(0, 1, NOW - 0.1, error=error("RuntimeError", PEER_GONE))
 RAISED = ended(1, 1, error=error("ValueError", "bad sample"))
 KILLED = ended(1, -9)
 DIED = AgentSeen(1, status(1, rank(1)), NOW - 0.05, died=True)
+LEFT = replace(DIED, node_lost=True)
 STUCK = status(1, rank(1, ours=True), stuck=(101,))
 LATE = NOW - AGENT_RETURN_S - 1
 
@@ -99,6 +100,7 @@ def test_when_to_look_again(before: Group, seen: Seen, look_again_at: float | No
         (ranks_seen(rank(0), KILLED), "signal", FailureClass.INFRASTRUCTURE, 1, "n1", "restart_in_place"),
         (ranks_seen(VICTIM, KILLED), "signal", FailureClass.INFRASTRUCTURE, 1, "n1", "restart_in_place"),
         (ranks_seen(rank(0), RAISED), "exception", FailureClass.USER, 1, "n1", "stop"),
+        (look(status(0, rank(0)), LEFT), "node_lost", FailureClass.INFRASTRUCTURE, None, "n1", "restart_in_place"),
         (look(status(0, rank(0)), DIED), "agent_lost", FailureClass.INFRASTRUCTURE, None, "n1", "restart_in_place"),
         (
             ranks_seen(rank(0, step_at=NOW - 11), rank(1, step=39, step_at=NOW - 11)),

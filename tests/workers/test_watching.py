@@ -1,13 +1,13 @@
-"""What boards tell: since when a generation trains, how long each part of a recovery took, when silence is a hang."""
+"""Boards and snapshots: since when a generation trains, how long each part of a recovery took, when silence is a hang."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.workers.make import NOW, ended, group, rank, recovery, silent, spec
-from workers.group import Doing, Recovery
+from tests.workers.make import NOW, ended, group, held, look, rank, recovery, silent, spec, status, with_memory
+from workers.group import AgentSeen, Doing, Recovery, Seen
 from workers.messages import RankPhase, RankReport
-from workers.watching import EXIT_S, QUIET_S, closed_incident, settled, silence, training_since
+from workers.watching import EXIT_S, QUIET_S, closed_incident, newest_in_memory, settled, silence, training_since
 
 OPEN = recovery()
 
@@ -133,3 +133,19 @@ def test_a_rank_that_raised_and_does_not_end_counts_as_ended() -> None:
     assert (after.exit_code, after.ended_at) == (1, raised.failed_at)
     for same in (rank(0), rank(0, failed_at=NOW - EXIT_S + 0.1), ended(0, -9, failed_at=NOW - 99)):
         assert settled(same, NOW) == same
+
+
+@pytest.mark.parametrize(
+    ("seen", "step"),
+    [
+        (with_memory((39, 40), (39, 40)), 40),
+        (with_memory((39, 40), (38, 39)), 39),
+        (with_memory((40,), (39,)), None),
+        (with_memory((40,), ()), None),
+        (with_memory((), ()), None),
+        (look(status(0, holdings=(held(0, 40),)), AgentSeen(1, None)), None),
+        (look(status(0, holdings=(held(0, 40), held(0, 39))), status(1, holdings=(held(1, 40, valid=False), held(1, 39)))), 39),
+    ],
+)
+def test_newest_step_that_all_ranks_hold(seen: Seen, step: int | None) -> None:
+    assert newest_in_memory(group(Doing.LOCATING), seen) == step
