@@ -55,15 +55,16 @@ def rank_environment(
         env["KEEPSTEP_DEVICES"] = str(spec.devices_per_node)
     if spec.framework == "pytorch" or spec.world_size > 1:
         env |= {name: str(value) for name, value in place.items()}
-        env |= _torchrun(spec, index, order)
+        env |= _torchrun(spec, index, rank, order)
     return env
 
 
-def _torchrun(spec: GroupSpec, index: int, order: LaunchOrder) -> dict[str, str]:
+def _torchrun(spec: GroupSpec, index: int, rank: int, order: LaunchOrder) -> dict[str, str]:
     env = {
         "GROUP_RANK": str(index),
         "GROUP_WORLD_SIZE": str(len(spec.nodes)),
-        "ROLE_RANK": str(index),
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(spec.world_size),
         "ROLE_NAME": "default",
         "MASTER_ADDR": order.master_address,
         "MASTER_PORT": str(order.master_port),

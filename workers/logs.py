@@ -37,6 +37,7 @@ class _Stream:
     lost: int = 0  # bytes that could not be stored
     stored: int = 0  # bytes in the newest part
     dropped: int = 0  # bytes of parts that were replaced
+    heads: list[int] = field(default_factory=lambda: [0, 0])  # our own mark at the head of the older and the newest part, in bytes
 
 
 class LogPump:
@@ -123,13 +124,13 @@ class LogPump:
         """The full part becomes the older one, which goes."""
         older = stream.path.with_name(stream.path.name + ".1")
         with contextlib.suppress(FileNotFoundError):
-            stream.dropped += older.stat().st_size
+            stream.dropped += older.stat().st_size - stream.heads[0]
         os.replace(stream.path, older)
         os.close(stream.file)
         stream.file = os.open(stream.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         stream.stored = 0
-        if stream.dropped:
-            os.write(stream.file, f"[keepstep: {stream.dropped} bytes dropped here]\n".encode())
+        mark = f"[keepstep: {stream.dropped} bytes dropped here]\n".encode() if stream.dropped else b""
+        stream.heads = [stream.heads[1], os.write(stream.file, mark)]
 
     def _end(self, stream: _Stream) -> None:
         with stream.lock:

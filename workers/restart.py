@@ -25,7 +25,7 @@ from workers.group import (
     TerminateRanks,
 )
 from workers.messages import CheckpointFound, FailureClass, Incident, Outcome, RankReport, RestoreOrder, Source
-from workers.verdict import Verdict, judge, only_secondary
+from workers.verdict import Verdict, failed, judge, only_secondary, secondary
 from workers.watching import closed_incident, newest_in_memory, settled, silence, training_since
 
 CULPRIT_S = 0.3  # how long to wait for the culprit while only consequences were seen
@@ -43,7 +43,8 @@ def decide(group: Group, seen: Seen, now: float) -> Decision:
     if seen.end is not None and group.end is None and group.doing not in (Doing.CLOSING, Doing.ENDED):
         group = replace(group, end=seen.end)
     if group.end is not None and group.doing in _ENDS_AT_ONCE:
-        group = group.say(now, "EndRequested", "no rank runs: ending at once").close(now, Outcome.STOPPED, "Stopped", "ended on request")
+        group = group.say(now, "EndRequested", "no generation trains: ending at once")
+        group = group.close(now, Outcome.STOPPED, "Stopped", "ended on request")
     lost = next((a for a in seen.agents if a.node_lost), None)
     if lost is not None and group.doing in _WITHOUT_RANKS:
         return _lost(group, now, "NodeLost", f"node {_node(group, lost.index)} has left the cluster; the job needs another placement")
@@ -115,7 +116,7 @@ def _locate(group: Group, seen: Seen, now: float) -> Decision:
         return _launch_from(group, seen, now, RestoreOrder(Source.MEMORY, memory))
     if usable:
         newest = usable[0]
-        skipped = [c for c in seen.catalog if c.problem is not None and c.step > newest.step and c.url not in bad]
+        skipped = [c for c in seen.catalog[: seen.catalog.index(newest)] if c.url not in bad]
         for c in skipped:
             group = group.say(now, "CheckpointSkipped", f"step {c.step} at {c.url} cannot be used: {c.problem}")
         group = replace(group, excluded=group.excluded + tuple(skipped), restore=RestoreOrder(Source.STORAGE, newest.step, newest.url))
@@ -137,6 +138,8 @@ def _stage(group: Group, seen: Seen, now: float) -> Decision:
     url = restore.url
     if _gone(seen, now):
         return decide(group.go(Doing.WARMING, now), seen, now)
+    if not all(a.status and a.status.stopped for a in seen.agents):
+        return decide(group.go(Doing.LOCATING, now), seen, now)
     answers = {a.index: a.status.staged[url] for a in seen.agents if a.status and url in a.status.staged}
     problems = [p for p in answers.values() if p is not None]
     if problems:
@@ -194,12 +197,12 @@ def _train(group: Group, seen: Seen, now: float) -> Decision:
         return Decision(group, (TerminateRanks(group.generation),), "EndRequested", now + end.grace_s)
     away = _changed(group, seen, now)
     verdict = judge(ranks)
+    if away is not None and (verdict is None or all(secondary(r) for r in ranks if failed(r))):
+        return _fail(group, seen, now, _agent_verdict(group, away, now))
     if verdict is not None:
-        if away is None and only_secondary(ranks) and now - verdict.at < CULPRIT_S:
+        if only_secondary(ranks) and now - verdict.at < CULPRIT_S:
             return Decision(group, (), "WaitingForCulprit", verdict.at + CULPRIT_S)
         return _fail(group, seen, now, verdict)
-    if away is not None:
-        return _fail(group, seen, now, _agent_verdict(group, away, now))
     if len(ranks) == group.spec.world_size and all(r.exit_code == 0 for r in ranks):
         if not group.training:
             group = _now_training(group, ranks, now)
@@ -331,8 +334,9 @@ def _stop(group: Group, seen: Seen, now: float) -> Decision:
 def _finish(group: Group, seen: Seen, now: float) -> Decision:
     if seen.final_saved:
         return _close(group, now, Outcome.SUCCEEDED, "Completed", f"all {group.spec.world_size} ranks ended with 0")
-    if now - group.since > FINAL_SAVE_S:
-        group = group.say(now, "FinalCheckpointFailed", f"not written within {FINAL_SAVE_S:.0f} s")
+    if now - group.since > FINAL_SAVE_S or _gone(seen, now):
+        why = "an agent is gone" if _gone(seen, now) else f"not written within {FINAL_SAVE_S:.0f} s"
+        group = group.say(now, "FinalCheckpointFailed", why)
         return _close(group, now, Outcome.SUCCEEDED, "Completed", "all ranks ended with 0, the final checkpoint could not be written")
     return Decision(group, (SaveFinal(group.generation),), "WritingFinalCheckpoint", now + REPEAT_S)
 
@@ -340,7 +344,7 @@ def _finish(group: Group, seen: Seen, now: float) -> Decision:
 def _end(group: Group, seen: Seen, now: float) -> Decision:
     assert group.end is not None
     ranks = _ranks(group, seen)
-    all_ended = all(r.ended_at is not None for r in ranks)
+    all_ended = len(ranks) == group.spec.world_size and all(r.ended_at is not None for r in ranks)
     if all_ended or now >= group.since + group.end.grace_s:
         how = "all ranks ended within the grace" if all_ended else f"SIGKILL after {group.end.grace_s:.0f} s of grace"
         return _close(group.say(now, "GraceOver", how), now, Outcome.STOPPED, "Stopped", "ended on request")
@@ -360,7 +364,8 @@ def _close(group: Group, now: float, outcome: Outcome, reason: str, message: str
 
 def _closing(group: Group, seen: Seen, now: float) -> Decision:
     present = [a for a in seen.agents if a.status is not None and a not in _gone(seen, now)]
-    if all(a.status and a.status.stopped for a in present):
+    patient = now - group.since <= AGENT_RETURN_S
+    if all(a.status and (a.status.stopped or (a.status.stuck and not patient)) for a in present):
         outcome = group.outcome
         assert outcome is not None
         group = replace(group.go(Doing.ENDED, now), ended_at=_ended_at(group, now))

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import uuid
 import zipfile
+import zlib
 from pathlib import Path
 
 
@@ -44,7 +45,7 @@ def prepare(storage_url: str, job_id: str, bundle_url: str | None) -> Path:
             finally:
                 shutil.rmtree(fresh, ignore_errors=True)
         (home / "saved").mkdir(exist_ok=True)
-    except (OSError, zipfile.BadZipFile) as error:
+    except (OSError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
         raise CannotPrepare(f"working directory {work} cannot be made: {error}") from error
     for name in ("workers", "workers.py"):
         if (work / name).exists():

@@ -171,3 +171,8 @@ def test_the_users_environment_cannot_take_a_process_out_of_its_group() -> None:
 def test_loopback_groups_speak_over_lo_only() -> None:
     assert of_launcher(loopback=True)["GLOO_SOCKET_IFNAME"] == "lo"
     assert "GLOO_SOCKET_IFNAME" not in of_launcher()
+
+
+def test_role_rank_is_the_rank_as_torchrun_gives_it() -> None:
+    env = rank_environment(spec(processes_per_node=2), 1, 1, order(), "/shm/x", "/saved", None)
+    assert (env["ROLE_RANK"], env.get("ROLE_WORLD_SIZE")) == ("3", "4")

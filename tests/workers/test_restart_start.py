@@ -341,3 +341,10 @@ def test_a_node_that_left_the_cluster_is_not_awaited(doing: Doing) -> None:
 
 def test_an_end_that_was_asked_for_comes_before_the_loss_of_a_node() -> None:
     assert decide(group(Doing.STOPPING), look(status(0), LEFT, end=END), NOW).group.outcome == Outcome.STOPPED
+
+
+def test_staging_launches_only_when_all_are_stopped() -> None:
+    url = "/c/30"
+    seen = look(status(0, staged={url: None}), status(1, stopped=False, staged={url: None}))
+    decision = decide(group(Doing.STAGING, restore=RestoreOrder(Source.STORAGE, 30, url)), seen, NOW)
+    assert not [a for a in decision.actions if isinstance(a, Launch)]

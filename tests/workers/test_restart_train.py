@@ -324,3 +324,22 @@ def test_a_spent_budget_ends_the_group() -> None:
     decision = decide(before, ranks_seen(rank(0), KILLED), NOW)
     assert short(decision) == (Doing.CLOSING, STOP, "BudgetSpent")
     assert (decision.group.outcome, decision.group.incidents[-1].action) == (Outcome.FAILED, "stop")
+
+
+@pytest.mark.parametrize(("node_lost", "cause"), [(False, "agent_lost"), (True, "node_lost")])
+def test_a_lost_agent_is_blamed_not_its_victim(node_lost: bool, cause: str) -> None:
+    victim = ended(0, 1, NOW - 0.1, error=error("RuntimeError", PEER_GONE))
+    died = AgentSeen(1, status(1, rank(1)), NOW - 0.05, died=True, node_lost=node_lost)
+    incident = decide(group(Doing.TRAINING, training=True), look(status(0, victim), died), NOW).group.incidents[-1]
+    assert (incident.cause, incident.blamed_rank, incident.blamed_node) == (cause, None, "n1")
+
+
+def test_stuck_processes_do_not_hide_the_outcome() -> None:
+    stuck = look(status(0), status(1, rank(1, ours=True), stuck=(101,)))
+    after = decide(group(Doing.STOPPING, NOW - AGENT_RETURN_S - 1, recovery=recovery()), stuck, NOW).group
+    assert decide(after, stuck, NOW + AGENT_RETURN_S + 1).group.doing == Doing.ENDED
+
+
+def test_grace_lasts_while_an_agent_is_not_heard() -> None:
+    seen = look(status(0, ended(0, -15, ours=True)), AgentSeen(1, None, NOW - 1))
+    assert decide(group(Doing.ENDING, NOW - 1, end=END), seen, NOW).group.doing == Doing.ENDING

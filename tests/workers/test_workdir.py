@@ -160,3 +160,14 @@ def test_with_an_object_store_it_lies_on_the_node(monkeypatch: pytest.MonkeyPatc
     work = prepare("memory://jobs/job-x", "job-x", "memory://bundles/code.zip")
     assert work == tmp_path / "keepstep" / "job-x" / "work"
     assert tree(work) == ["lib/a.py", "run.sh", "train.py"]
+
+
+def test_a_bundle_with_a_flipped_byte(tmp_path: Path) -> None:
+    path = tmp_path / "code.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as out:
+        out.writestr("train.py", "print(1)\n" * 2000)
+    data = bytearray(path.read_bytes())
+    data[40] ^= 0xFF
+    path.write_bytes(data)
+    with pytest.raises(CannotPrepare):
+        prepare(str(tmp_path / "job"), "job-x", str(path))

@@ -27,16 +27,17 @@ _room = threading.BoundedSemaphore(32)  # calls under way; those that hang keep 
 
 def ray_environment(token: str | None) -> dict[str, str]:
     """What the processes of a cluster and its drivers must have alike in their environment, before they import Ray."""
-    quick_health_checks = {
+    settings = {
         "RAY_health_check_initial_delay_ms": "1000",
         "RAY_health_check_period_ms": "500",
         "RAY_health_check_timeout_ms": "1000",
         "RAY_health_check_failure_threshold": "3",
+        "RAY_worker_niceness": "0",  # Ray's workers, and so our agents and ranks, would yield to everything else on the node
     }
     if token is None:
-        return quick_health_checks
+        return settings
     # The last one makes Ray take 127.0.0.1 for what it says instead of looking for the address of a network card.
-    return quick_health_checks | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    return settings | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 def connect(address: str, token: str | None = None) -> None:
