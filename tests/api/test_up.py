@@ -110,6 +110,7 @@ def test_taken_port_is_told_before_anything_starts(environment: dict[str, str], 
     assert not (tmp_path / "state" / "cluster.json").exists()
 
 
+@pytest.mark.slow
 def test_server_whose_cluster_is_gone_says_so_and_still_ends(environment: dict[str, str], tmp_path: Path) -> None:
     server, address = up(environment)
     daemon.stop(tmp_path / "state")

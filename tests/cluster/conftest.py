@@ -115,7 +115,9 @@ class Server:
         return Job(self, response.json()["id"])
 
     def toy(self, fault: str = "", **spec: Any) -> Job:
+        """Two ranks on one node, so that one launcher is enough."""
         env = {"FAULT": fault, "OMP_NUM_THREADS": "1"} | spec.pop("env", {})
+        spec["resources"] = {"nodes": 1, "processes_per_node": 2} | spec.pop("resources", {})
         return self.submit({"train.py": (SCRIPTS / "toy.py").read_text()}, env=env, **spec)
 
     def example(self, name: str, command: list[str], **spec: Any) -> Job:

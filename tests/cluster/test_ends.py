@@ -12,6 +12,7 @@ import pytest
 from tests.cluster.conftest import SCRIPTS, Job, Server, kill, wait_for
 from workers.logs import PART_BYTES
 
+ONE_NODE = {"nodes": 1, "processes_per_node": 2}
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 
@@ -67,7 +68,6 @@ def test_daemons_and_helpers_end_with_their_job(server: Server, end: str) -> Non
         kill(job.pid(0))
     if end == "agent":
         kill(job.actors("Agent")[0])
-        kill(job.actors("Agent")[-1])
     if end != "normal":
         wait_for("the daemons are gone", lambda: not any(Path(f"/proc/{p}").exists() for p in daemons), 10)
     assert job.wait()["state"] == "SUCCEEDED"
@@ -192,7 +192,7 @@ def kill_and_restart(server: Server, pause: float) -> None:
 def test_the_server_is_killed_in_every_state(server: Server, state: str) -> None:
     long = {"STEPS": "100000"}
     if state == "PENDING":
-        blocker = server.toy(env=long, resources={"cpus_per_node": 2}, timeouts={"grace_s": 1})
+        blocker = server.toy(env=long, resources={"nodes": 2, "processes_per_node": 1, "cpus_per_node": 2}, timeouts={"grace_s": 1})
         blocker.wait_state("RUNNING")
         job = server.toy(env={"STEPS": "20"})
         wait_for("it waits for room", lambda: job.get()["reason"] == "WaitingForRoom")
@@ -212,7 +212,7 @@ def test_the_server_is_killed_in_every_state(server: Server, state: str) -> None
         script = (
             (SCRIPTS / "toy.py").read_text().replace("import os\n", "import os, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n", 1)
         )
-        job = server.submit({"train.py": script}, env=long, timeouts={"grace_s": 6}, checkpoint={})
+        job = server.submit({"train.py": script}, env=long, timeouts={"grace_s": 6}, resources=ONE_NODE)
         wait_for("some steps", lambda: "step=8 " in job.log(0))
         server.post(f"/jobs/{job.id}/cancel")
         job.wait_state("CANCELLING")

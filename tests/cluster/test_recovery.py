@@ -55,7 +55,7 @@ def test_training_outlives_rank_agent_coordinator_and_server(server: Server) -> 
 
 
 def test_a_plain_script_with_four_ranks_killed_twice_ends_right(server: Server) -> None:
-    job = server.toy(resources={"processes_per_node": 2}, env={"STEPS": "100"}, checkpoint={})
+    job = server.toy(resources={"nodes": 2}, env={"STEPS": "100"}, checkpoint={})
     for generation, rank in ((0, 3), (1, 0)):
         wait_for("some steps", lambda g=generation: f"step={20 + 30 * g} " in job.log(0))
         kill(job.pid(rank))

@@ -20,7 +20,7 @@ def test_one_rank_raises_and_the_rest_wait(server: Server, other: str) -> None:
         script = script.replace(
             "        fault(rank, step)\n", "        fault(rank, step)\n        if rank == 0 and step == 5:\n            time.sleep(3600)\n"
         )
-    job = server.submit({"train.py": script}, env={"FAULT": "1:5:exc", "OMP_NUM_THREADS": "1"}, checkpoint={})
+    job = server.submit({"train.py": script}, env={"FAULT": "1:5:exc", "OMP_NUM_THREADS": "1"}, resources=PLAIN["resources"])
     wait_for("the exception", lambda: "on purpose" in job.log(1))
     raised_at = time.monotonic()
     ended = job.wait(15)
