@@ -12,11 +12,11 @@ import os
 import signal
 import time
 import uuid
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from workers.checkpoint.catalog import stage, unstage
+from workers.checkpoint.catalog import UNREADABLE, stage, unstage
 from workers.checkpoint.slots import discard_newer, holdings, pinned_steps, unpin
 from workers.checkpoint.writer import write_share
 from workers.group import Kept
@@ -28,6 +28,7 @@ from workers.workdir import CannotPrepare, local_path, prepare
 BEAT_S = 0.5  # longest silence of a poll
 LOOK_S = 0.02  # between two readings of the boards
 LEASE_S = 60.0
+STAGE_TRIES = 3
 
 
 class StaleLeader(Exception):
@@ -45,6 +46,7 @@ class Agent:
         self.shm = SHM / f"{spec.key}.{index}"
         self.problem: str | None = None
         self.held: tuple[Holding, ...] = ()
+        self.fenced = spec.first_generation - 1  # newest generation that was ordered to stop: it must never start again
         self.surveyed = spec.first_generation - 2  # generation whose end was made sure of, and whose snapshots were verified
         self.stuck: list[int] = []
         self.staged: dict[str, str | None] = {}
@@ -70,9 +72,11 @@ class Agent:
             work = await asyncio.to_thread(prepare, self.spec.storage_url, self.spec.job_id, self.spec.bundle_url)
             self.ranks.start_launcher(work)
             self._work = work
-        except (CannotPrepare, OSError) as error:
+        except CannotPrepare as error:
             self.problem = str(error)
-            self._changed()
+        except Exception as error:  # whatever storage raises
+            self.problem = f"its working directory or launcher cannot be made: {type(error).__name__}: {error}"
+        self._changed()
 
     async def _watch(self) -> None:
         """Read boards and pins; start a new launcher when the old one is gone."""
@@ -85,8 +89,12 @@ class Agent:
                 if pinned != self.pinned:
                     self.pinned = pinned
                     self._changed()
-            if self._work is not None and not self.ranks.launcher_lives and not self._closed:
-                self.ranks.start_launcher(self._work)
+            if self._work is not None and not (self.ranks.launcher_lives or self.ranks.problem or self._closed):
+                try:
+                    self.ranks.start_launcher(self._work)
+                except OSError as error:
+                    self.ranks.problem = f"its launcher cannot be started: {error}"
+                    self._changed()
 
     async def _keep_lease(self) -> None:
         while not self._closed:
@@ -100,6 +108,11 @@ class Agent:
             raise StaleLeader(f"term {term} is over, {self.term} leads")
         self.term = term
         self.led_at = time.monotonic()
+
+    def _keep(self, state: Kept) -> None:
+        """Calls may overtake each other: the newest state stays."""
+        if self.kept is None or (state.term, state.sequence) > (self.kept.term, self.kept.sequence):
+            self.kept = state
 
     def status(self) -> AgentStatus:
         stopped = self.surveyed >= self.ranks.generation and not self.ranks.living
@@ -142,7 +155,7 @@ class Agent:
 
     async def keep(self, term: int, state: Kept) -> AgentStatus:
         self._obey(term)
-        self.kept = state
+        self._keep(state)
         return self.status()
 
     async def open_rendezvous(self, term: int, generation: int) -> tuple[str, int, bool]:
@@ -150,13 +163,13 @@ class Agent:
         self._obey(term)
         if self.spec.framework == "pytorch":
             return self.address, await self.ranks.open_store(generation, self.address), True
-        return self.address, self.ranks.reserve_port(self.address), False
+        return self.address, self.ranks.reserve_port(generation, self.address), False
 
     async def launch(self, term: int, order: LaunchOrder, state: Kept) -> AgentStatus:
         self._obey(term)
-        self.kept = state
+        self._keep(state)
         async with self._order:
-            if order.generation > self.ranks.generation and self.ranks.ready:
+            if order.generation > max(self.ranks.generation, self.fenced) and self.ranks.ready:
                 self._launch(order)
         return self.status()
 
@@ -183,9 +196,10 @@ class Agent:
     async def stop(self, term: int, generation: int, state: Kept) -> AgentStatus:
         """End every rank up to ``generation`` and survey the snapshots they left."""
         self._obey(term)
-        self.kept = state
+        self._keep(state)
         async with self._order:
-            if self.surveyed < self.ranks.generation <= generation or self.ranks.living:
+            self.fenced = max(self.fenced, generation)
+            if self.ranks.generation <= generation and (self.surveyed < self.ranks.generation or self.ranks.living):
                 self.stuck = await self.ranks.stop(generation)
                 if not self.stuck:
                     await self._survey()
@@ -214,11 +228,20 @@ class Agent:
             self.staging.add(url)
             try:
                 name = _stage_name(url)
-                self.staged[url] = await asyncio.to_thread(stage, url, self.shm, name, self.ranks.numbers, self.spec.world_size)
+                self.staged[url] = await self._stage(url, name)
             finally:
                 self.staging.discard(url)
             self._changed()
         return self.status()
+
+    async def _stage(self, url: str, name: str) -> str | None:
+        """A storage that does not answer for a moment is no damaged checkpoint: it is asked again."""
+        for again in range(STAGE_TRIES):
+            problem = await asyncio.to_thread(stage, url, self.shm, name, self.ranks.numbers, self.spec.world_size)
+            if problem is None or not problem.startswith(UNREADABLE):
+                return problem
+            await asyncio.sleep(2.0 * (again + 1))
+        return problem
 
     async def unstage(self, term: int) -> AgentStatus:
         """The ranks have restored: free the memory of staged checkpoints."""
@@ -252,10 +275,10 @@ class Agent:
         """Raises ValueError when the rank does not run."""
         self._obey(term)
         if fault == "agent":
+            self.ranks.drilled = fault
+            self._changed()
             asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGKILL)
-            status = self.status()
-            marked = replace(status, ranks=tuple(replace(r, drill="agent") for r in status.ranks))
-            return f"agent of node {self.index}, process {os.getpid()}, ends itself by SIGKILL", marked
+            return f"agent of node {self.index}, process {os.getpid()}, ends itself by SIGKILL", self.status()
         return self.ranks.drill(fault, rank), self.status()
 
     async def close(self, term: int) -> list[int]:

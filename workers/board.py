@@ -65,7 +65,7 @@ class Board:
         """A fresh board; replaces an older one by rename, so that a reader of the old file is not disturbed."""
         fresh = path.with_name(f"{path.name}.{pid}.new")
         with open(fresh, "w+b") as file:
-            file.truncate(SIZE)
+            os.posix_fallocate(file.fileno(), 0, SIZE)  # a full /dev/shm is an error here, not a SIGBUS later
             board = cls(mmap.mmap(file.fileno(), SIZE))
         now = time.time()
         for at, value in ((_AT_GENERATION, generation), (_AT_PID, pid), (_AT_PHASE, _PHASES.index(RankPhase.START))):

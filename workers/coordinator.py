@@ -35,7 +35,7 @@ from workers.group import (
     new_group,
 )
 from workers.messages import AgentStatus, CheckpointFound, GroupPhase, GroupReport, GroupSpec, LaunchOrder, Source, check_schema
-from workers.restart import decide
+from workers.restart import REPEAT_S, decide
 from workers.saving import Saver, read_catalog
 
 _log = logging.getLogger(__name__)
@@ -241,13 +241,14 @@ class Coordinator:
         limit = None if order in LONG_ORDERS else ORDER_S
 
         async def one(index: int) -> Any:
-            return await asyncio.wait_for(getattr(self.agents[index], order).remote(self.term, *args), limit)
+            asked = self.agents[index]
+            answer = await asyncio.wait_for(getattr(asked, order).remote(self.term, *args), limit)
+            if isinstance(answer, AgentStatus) and self.agents[index] is asked:
+                self._heard(index, answer)
+            return answer
 
         indexes = list(self.agents)
         answers = await asyncio.gather(*(one(i) for i in indexes), return_exceptions=True)
-        for index, answer in zip(indexes, answers, strict=True):
-            if isinstance(answer, AgentStatus):
-                self._heard(index, answer)
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
@@ -274,10 +275,10 @@ class Coordinator:
                     self.final_saved = True
         except Exception as error:
             _log.warning("%s failed, the rule repeats it or gives up in time: %s", action, error)
-            await asyncio.sleep(0.02)
-        finally:
-            self._running.pop(action, None)
-            self._wake.set()
+        self._wake.set()
+        await asyncio.sleep(REPEAT_S)  # its effect may still be under way; not sooner again
+        self._running.pop(action, None)
+        self._wake.set()
 
     async def _launch(self, action: Launch) -> None:
         rendezvous = self.agents[0].open_rendezvous.remote(self.term, action.generation)
@@ -347,7 +348,7 @@ class Coordinator:
             said, status = await self.agents[index].drill.remote(self.term, fault, rank)
         except RayTaskError as error:
             raise ValueError(str(error.cause)) from None
-        self.seen[index] = AgentSeen(index, status)
+        self._heard(index, status)
         return str(said)
 
     async def close(self) -> list[int]:

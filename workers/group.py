@@ -119,8 +119,9 @@ class Group:
 
     @property
     def checkpoint_step(self) -> int | None:
-        """Of the newest checkpoint that this attempt committed."""
-        return self.checkpoints[-1].step if self.checkpoints else None
+        """Of the newest checkpoint that this attempt committed and has not found bad."""
+        bad = {c.url for c in self.excluded}
+        return max((c.step for c in self.checkpoints if c.url not in bad), default=None)
 
     @property
     def first(self) -> bool:

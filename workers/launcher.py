@@ -186,7 +186,7 @@ def preload(framework: str) -> str | None:
     for name in PRELOAD[framework]:
         try:
             importlib.import_module(name)
-        except ImportError as error:
+        except Exception as error:  # a missing library is an OSError, a wrong build a RuntimeError
             extra = framework.replace("pytorch", "torch")
             return f"cannot import {name} for framework {framework}: {error}; install keepstep[{extra}] on this node"
     return None

@@ -53,14 +53,19 @@ class LogPump:
     def open(self, rank: int, path: Path) -> int:
         """Start a stream to ``path``; returns the write end for the rank, which the caller must close after the fork."""
         self.close(rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
         here, there = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(here, False)
         with contextlib.suppress(OSError):  # fewer wake-ups for chatty ranks
             import fcntl
 
             fcntl.fcntl(here, fcntl.F_SETPIPE_SZ, 1 << 20)
-        stream = _Stream(here, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644), path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:  # a rank must start even where its log cannot be kept
+            self._problem(rank, f"log of rank {rank} cannot be stored at {path}: {error.strerror}; training goes on")
+            file = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        stream = _Stream(here, file, path)
         self._streams[rank] = stream
         self._by_fd[here] = (rank, stream)
         self._epoll.register(here, select.EPOLLIN)

@@ -49,7 +49,6 @@ class RankState(StrEnum):
     LAUNCHED = "LAUNCHED"
     RUNNING = "RUNNING"  # finished its first step, or a script that reports none
     EXITED = "EXITED"
-    LOST = "LOST"  # its agent is gone, so how it ended is not known
 
 
 class RankPhase(StrEnum):
@@ -168,6 +167,7 @@ class RankReport:
     exit_code: int | None = None  # set when it ended by itself
     signal: int | None = None  # set when a signal ended it
     ours: bool = False  # we sent that signal
+    launcher_lost: bool = False  # it went with its launcher
     attached: bool = False  # the script called workers.start(), so steps are expected of it
     os_state: str | None = None  # R S D T Z of /proc, while alive
     drill: str | None = None  # a drill made it end
@@ -329,7 +329,7 @@ class GroupReport:
     schema: int = SCHEMA
 
 
-def check_schema(message: GroupSpec | GroupReport) -> None:
+def check_schema(message: GroupSpec) -> None:
     """Raises ValueError for a message of a newer version, whose fields may mean something else."""
     if message.schema > SCHEMA:
         raise ValueError(f"message of schema {message.schema}, this version reads up to {SCHEMA}; upgrade KeepStep on this node")

@@ -116,8 +116,9 @@ def _arm_exit_drill() -> None:
 
 
 def _execute(command: list[str], error_file: Path) -> int:
+    program = sys.executable if command[0] in ("python", "python3") else command[0]  # the one with the frameworks
     try:
-        os.execvp(command[0], command)
+        os.execvp(program, command)
     except OSError as error:
         message = f"cannot execute {command[0]!r}: {error.strerror}"
         print(message, file=sys.stderr, flush=True)

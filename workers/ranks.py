@@ -28,8 +28,10 @@ from workers.logs import LogPump, log_name
 from workers.messages import ErrorReport, GroupSpec, LaunchOrder, RankReport, RankState
 from workers.processes import end_group, os_state
 from workers.rank import DRILL_EXIT_SIGNAL
+from workers.workdir import saved_folder
 
 STOP_S = 20.0
+EARLY_DEATHS = 3
 
 
 @dataclass
@@ -55,9 +57,12 @@ class Ranks:
         self._pump = LogPump(lambda rank, text: self.log_problems.append((rank, text)))
         self._link: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._early_deaths = 0  # of launchers that were never ready
+        self.drilled: str | None = None  # a drill that will end the whole agent
         self._stores: dict[int, asyncio.Future[int]] = {}
         self._killed: dict[int, asyncio.Future[list[int]]] = {}
         self._reserved: socket.socket | None = None
+        self._reserved_for: int | None = None
 
     # the launcher
 
@@ -78,11 +83,12 @@ class Ranks:
             env=launcher_environment(os.environ, self.spec, self.index, self._loopback),
             cwd=cwd,
             stdin=subprocess.DEVNULL,
+            stderr=(self.shm / "launcher.err").open("ab"),
             start_new_session=True,
         )
         theirs.close()
         self._link = ours
-        self.saved = str(cwd.parent / "saved")
+        self.saved = str(saved_folder(cwd))
         loop.add_reader(ours.fileno(), self._hear)
 
     def _hear(self) -> None:
@@ -106,13 +112,14 @@ class Ranks:
         asyncio.get_running_loop().remove_reader(self._link.fileno())
         self._link.close()
         self._link = None
-        self.ready = False
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+            self._count_early_death(self._process.wait())
+        self.ready = False
         end_group(f"{self.spec.key}.{self.index}")
         for number, rank in self._ranks.items():
             if rank.report.ended_at is None:
+                rank.report = replace(rank.report, launcher_lost=not rank.report.ours)
                 self._on_exited(number, rank.report.pid or 0, time.time(), -signal.SIGKILL)
         waiting: list[asyncio.Future[Any]] = [*self._stores.values(), *self._killed.values()]
         for future in waiting:
@@ -120,6 +127,15 @@ class Ranks:
         self._stores.clear()
         self._killed.clear()
         self._changed()
+
+    def _count_early_death(self, code: int) -> None:
+        """A launcher that can never start must not be tried for ever: its environment, or the framework, is broken."""
+        self._early_deaths = 0 if self.ready else self._early_deaths + 1
+        if self._early_deaths >= EARLY_DEATHS and self.problem is None:
+            said = (self.shm / "launcher.err").read_text(errors="replace").strip()[-500:]
+            self.problem = (
+                f"its launcher ended {self._early_deaths} times before it was ready, last with {code}: {said or 'it said nothing'}"
+            )
 
     @property
     def launcher_lives(self) -> bool:
@@ -138,7 +154,11 @@ class Ranks:
     def _on_store(self, generation: int, port: int) -> None:
         future = self._stores.get(generation)
         if future is not None and not future.done():
-            future.set_result(port)
+            if port:
+                future.set_result(port)
+            else:
+                future.set_exception(ConnectionError("the store ended before it listened"))
+                del self._stores[generation]
 
     def _on_killed(self, generation: int, stuck: list[int]) -> None:
         future = self._killed.pop(generation, None)
@@ -179,13 +199,16 @@ class Ranks:
     async def open_store(self, generation: int, host: str) -> int:
         """Port of the generation's rendezvous store; it listens when this returns."""
         if generation not in self._stores:
-            self._stores[generation] = asyncio.get_running_loop().create_future()
             self._say(op="store", generation=generation, host=host)
+            self._stores[generation] = asyncio.get_running_loop().create_future()
         return await asyncio.wait_for(asyncio.shield(self._stores[generation]), 10)
 
-    def reserve_port(self, host: str) -> int:
-        """A port that the kernel gives to nobody else, and that rank 0 may still bind: bound here, never listening."""
+    def reserve_port(self, generation: int, host: str) -> int:
+        """A port that the kernel gives to nobody else, and that rank 0 may still bind: bound here, never listening. One a generation."""
+        if self._reserved is not None and self._reserved_for == generation:
+            return int(self._reserved.getsockname()[1])
         self.free_port()
+        self._reserved_for = generation
         self._reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._reserved.bind((host, 0))
@@ -259,6 +282,8 @@ class Ranks:
         return any(r.report.ended_at is None for r in self._ranks.values())
 
     def reports(self) -> tuple[RankReport, ...]:
+        if self.drilled is not None:
+            return tuple(replace(r.report, drill=self.drilled) for r in self._ranks.values())
         return tuple(r.report for r in self._ranks.values())
 
     def metrics(self) -> dict[str, float]:

@@ -24,9 +24,10 @@ from workers.group import (
     StopRanks,
     TerminateRanks,
 )
-from workers.messages import CheckpointFound, FailureClass, Incident, Outcome, RankReport, RestoreOrder, Source
+from workers.incidents import RELAUNCH, STOP, close_all, new_incident, put, turned
+from workers.messages import CheckpointFound, FailureClass, Outcome, RankReport, RestoreOrder, Source
 from workers.verdict import Verdict, failed, judge, only_secondary, secondary
-from workers.watching import closed_incident, newest_in_memory, settled, silence, training_since
+from workers.watching import newest_in_memory, settled, silence, training_since
 
 CULPRIT_S = 0.3  # how long to wait for the culprit while only consequences were seen
 AGENT_RETURN_S = 45.0  # the coordinator makes a new agent within this time, else its node counts as lost
@@ -107,8 +108,8 @@ def _locate(group: Group, seen: Seen, now: float) -> Decision:
     if memory is not None and memory >= (group.checkpoint_step or 0):
         return _launch_from(group, seen, now, RestoreOrder(Source.MEMORY, memory))
     if seen.catalog is None:
-        if seen.catalog_problem is not None and now - group.since > LAUNCH_S:
-            return _lost(group, now, "StorageUnavailable", f"storage cannot be read: {seen.catalog_problem}")
+        if now - group.since > LAUNCH_S:
+            return _lost(group, now, "StorageUnavailable", f"storage cannot be read: {seen.catalog_problem or 'no answer'}")
         return Decision(group, (ReadCatalog(),), "ReadingCatalog", now + REPEAT_S)
     bad = {c.url for c in group.excluded}
     usable = [c for c in seen.catalog if c.problem is None and c.url not in bad]
@@ -148,6 +149,8 @@ def _stage(group: Group, seen: Seen, now: float) -> Decision:
         return decide(replace(group.go(Doing.LOCATING, now), excluded=(*group.excluded, bad)), seen, now)
     if len(answers) == len(seen.agents):
         return _launch_from(group, seen, now, restore)
+    if now - group.since > group.spec.start_s:
+        return _lost(group, now, "StorageUnavailable", f"{url} was not read within start_s = {group.spec.start_s:.0f} s")
     return Decision(group, (Stage(url),), "ReadingCheckpoint", now + REPEAT_S)
 
 
@@ -183,10 +186,14 @@ def _launch(group: Group, seen: Seen, now: float) -> Decision:
     if problems:
         return _fail(group, seen, now, _start_problem(problems[0][0], problems[0][1] or "", now))
     if now - group.since > LAUNCH_S:
-        evidence = f"not every agent launched its ranks within {LAUNCH_S:.0f} s"
-        return _fail(group, seen, now, Verdict(FailureClass.INFRASTRUCTURE, "launch_timeout", None, evidence, "launch_timeout", now))
+        return _fail(group, seen, now, _launch_timeout(now))
     await_step = max(group.best_step or 0, group.restore.step) + 1
     return Decision(group, (Launch(group.generation, group.restore, await_step),), "Launching", now + REPEAT_S)
+
+
+def _launch_timeout(now: float) -> Verdict:
+    evidence = f"not every agent launched its ranks within {LAUNCH_S:.0f} s"
+    return Verdict(FailureClass.INFRASTRUCTURE, "launch_timeout", None, evidence, "launch_timeout", now)
 
 
 def _train(group: Group, seen: Seen, now: float) -> Decision:
@@ -207,6 +214,8 @@ def _train(group: Group, seen: Seen, now: float) -> Decision:
         if not group.training:
             group = _now_training(group, ranks, now)
         return decide(group.go(Doing.FINISHING, now), seen, now)
+    if len(ranks) < group.spec.world_size and now - group.since > LAUNCH_S:
+        return _fail(group, seen, now, _launch_timeout(now))
     hang, hang_at = silence(group, ranks, now)
     if hang is not None:
         return _fail(group, seen, now, hang)
@@ -221,14 +230,13 @@ def _train(group: Group, seen: Seen, now: float) -> Decision:
 
 def _now_training(group: Group, ranks: tuple[RankReport, ...], now: float) -> Group:
     if group.first:
-        step_said = "first step finished" if group.attached else "script runs (it reports no steps)"
+        step_said = "first step finished" if group.attached else "the script runs, it has reported no step yet"
         group = replace(group, started_at=now).say(now, "Training", f"generation {group.generation}: {step_said}")
-    if group.recovery is not None:
-        incident = closed_incident(group.recovery, ranks, now)
+    group, incident = close_all(group, ranks, now)
+    if incident is not None:
         steps = "" if incident.lost_steps is None else f", {incident.lost_steps} steps lost"
         message = f"{incident.cause}: recovered in {incident.recovery_seconds:.3f} s from {incident.restored_from}{steps}"
-        group = _put(group, incident).say(now, "Recovered", message, incident.blamed_rank)
-        group = replace(group, recovery=None)
+        group = group.say(now, "Recovered", message, incident.blamed_rank)
     return replace(group, training=True)
 
 
@@ -264,27 +272,8 @@ def _fail(group: Group, seen: Seen, now: float, verdict: Verdict) -> Decision:
     """Judge against budgets: a new generation, or the end."""
     group, stop_reason = charge(group, now, verdict)
     node = _blamed_node(group, seen, verdict, now)
-    action = "stop" if stop_reason else "restart_in_place"
-    then = f"job stops: {stop_reason[1]}" if stop_reason else "all ranks restart in place"
-    incident = Incident(
-        job_id=group.spec.job_id,
-        attempt=group.spec.attempt,
-        generation=group.generation,
-        at=verdict.at or now,
-        cause=verdict.cause,
-        kind=verdict.kind,
-        message=f"{verdict.kind}: {verdict.evidence}; {then}",
-        action=action,
-        blamed_rank=verdict.rank,
-        blamed_node=node,
-        exit_code=verdict.exit_code,
-        signal=verdict.signal,
-        excerpt=verdict.excerpt[-8192:],
-        drill=verdict.drill,
-        last_step=group.best_step if group.attached else None,
-        phases_ms={"detect": round(max(0.0, now - (verdict.at or now)) * 1000, 3)},
-    )
-    group = _put(group, incident).say(now, "Failure", incident.message, verdict.rank)
+    incident = new_incident(group, verdict, node, now, stop_reason[1] if stop_reason else None)
+    group = put(group, incident).say(now, "Failure", incident.message, verdict.rank)
     if stop_reason:
         return _close(group, now, Outcome.FAILED, *stop_reason)
     group = replace(group.go(Doing.STOPPING, now), recovery=Recovery(incident, now), training=False)
@@ -299,18 +288,16 @@ def _blamed_node(group: Group, seen: Seen, verdict: Verdict, now: float) -> str 
 
 
 def _stop_for(group: Group, now: float, verdict: Verdict) -> Decision:
-    """A failure before any launch: there is nothing to restart."""
-    message = f"{verdict.kind}: {verdict.evidence}; job stops"
-    spec = group.spec
-    incident = Incident(spec.job_id, spec.attempt, group.generation, now, verdict.cause, verdict.kind, message, "stop")
+    """The nodes cannot be made ready. In the middle of a recovery that is one more turn of the incident that began it."""
+    if group.recovery is not None:
+        if verdict.kind != FailureClass.USER:
+            return _lost(group, now, "StartTimeout", verdict.evidence)
+        incident = turned(group.recovery.incident, STOP, f"then {verdict.evidence}; job stops")
+    else:
+        incident = new_incident(group, verdict, None, now, verdict.evidence)
     reason = "UserError" if verdict.kind == FailureClass.USER else "StartTimeout"
-    group = _put(group, incident).say(now, "Failure", incident.message)
+    group = put(group, incident).say(now, "Failure", incident.message)
     return _close(group, now, Outcome.FAILED, reason, verdict.evidence)
-
-
-def _put(group: Group, incident: Incident) -> Group:
-    others = tuple(i for i in group.incidents if i.generation != incident.generation)
-    return replace(group, incidents=(*others, incident)[-50:])
 
 
 def _stop(group: Group, seen: Seen, now: float) -> Decision:
@@ -334,8 +321,9 @@ def _stop(group: Group, seen: Seen, now: float) -> Decision:
 def _finish(group: Group, seen: Seen, now: float) -> Decision:
     if seen.final_saved:
         return _close(group, now, Outcome.SUCCEEDED, "Completed", f"all {group.spec.world_size} ranks ended with 0")
-    if now - group.since > FINAL_SAVE_S or _gone(seen, now):
-        why = "an agent is gone" if _gone(seen, now) else f"not written within {FINAL_SAVE_S:.0f} s"
+    left = any(a.node_lost for a in seen.agents) or (_gone(seen, now) and now - group.since > AGENT_RETURN_S)
+    if left or now - group.since > FINAL_SAVE_S:
+        why = "a node with a part of the last state is gone" if left else f"not written within {FINAL_SAVE_S:.0f} s"
         group = group.say(now, "FinalCheckpointFailed", why)
         return _close(group, now, Outcome.SUCCEEDED, "Completed", "all ranks ended with 0, the final checkpoint could not be written")
     return Decision(group, (SaveFinal(group.generation),), "WritingFinalCheckpoint", now + REPEAT_S)
@@ -353,7 +341,7 @@ def _end(group: Group, seen: Seen, now: float) -> Decision:
 
 def _lost(group: Group, now: float, reason: str, message: str) -> Decision:
     if group.recovery is not None:
-        group = _put(group, replace(group.recovery.incident, action="relaunch"))
+        group = put(group, turned(group.recovery.incident, RELAUNCH, f"{message}; another attempt follows"))
     return _close(group.say(now, reason, message), now, Outcome.LOST, reason, message)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from workers.checkpoint.catalog import catalog, ever_committed, remove, sweep, verify
+from workers.checkpoint.catalog import catalog, discard, ever_committed, remove, sweep, verify
 from workers.checkpoint.format import FileEntry, Share, Tree
 from workers.checkpoint.retention import to_remove
 from workers.checkpoint.writer import commit
@@ -47,7 +47,6 @@ class Saver:
     group: Callable[[], Group]
     update: Callable[[Group], None]
     task: asyncio.Task[None] | None = None
-    requested: int | None = None
     asked_at: float | None = None
 
     @property
@@ -60,11 +59,13 @@ class Saver:
         if self.busy or len(statuses) < len(self.spec.nodes):
             return
         step, stale = common_pin(statuses, self.spec.world_size)
-        if step is not None and step <= (self.group().checkpoint_step or 0):
-            return  # committed; the statuses do not show yet that it was given back
-        if step is not None:
+        pinned = stale | ({step} if step is not None else set())
+        committed = {s for s in pinned if s <= (self.group().checkpoint_step or 0)}
+        if committed:  # a coordinator may have died between the commit and this
+            self.task = asyncio.create_task(self._unpin(committed))
+        elif step is not None:
             self.task = asyncio.create_task(self._save(step, self.group().generation))
-        elif stale - {self.group().checkpoint_step}:
+        elif stale:
             self.task = asyncio.create_task(self._give_back(stale))
         else:
             self._ask(statuses, now)
@@ -78,7 +79,7 @@ class Saver:
             return
         group = self.group()
         last = group.checkpoints[-1].committed_at if group.checkpoints else group.started_at
-        if last is None or now - last < every or (self.asked_at is not None and now - self.asked_at < max(10.0, every)):
+        if last is None or now - max(last, self.asked_at or 0.0) < every:
             return
         seconds = max(1e-3, max(r.step_seconds or 1.0 for r in ranks))
         self.asked_at = now
@@ -88,22 +89,28 @@ class Saver:
         await self.call("request_checkpoint", step)
 
     async def _give_back(self, steps: set[int]) -> None:
-        for step in steps:
-            await self.call("unpin", step)
+        await self._unpin(steps)
         group = self.group().say(
             time.time(), "CheckpointSkipped", f"step {min(steps)}: storage is slower than the interval, or a rank passed by"
         )
         self.update(group)
 
-    async def _save(self, step: int, generation: int) -> None:
-        try:
-            await self.save(step, generation)
-        finally:
+    async def _unpin(self, steps: set[int]) -> None:
+        for step in steps:
             with contextlib.suppress(Exception):
                 await self.call("unpin", step)
 
-    async def save(self, step: int, generation: int) -> bool:
-        """Two phases: every agent writes its share, then the manifest. A failure is an event, never the end of training."""
+    async def _save(self, step: int, generation: int) -> None:
+        url = await self.save(step, generation)
+        await self._unpin({step})
+        if url is not None:
+            await self._retain(url)
+
+    async def save(self, step: int, generation: int) -> str | None:
+        """Two phases: every agent writes its share, then the manifest. A failure is an event, never the end of training.
+
+        Returns the url of the checkpoint; None when it failed, and then nothing of it is left.
+        """
         started = time.time()
         try:
             answers = await self.call("write_share", step, generation)
@@ -117,13 +124,14 @@ class Saver:
         except Exception as error:
             cause = getattr(error, "cause", None) or error
             self.update(self.group().say(time.time(), "CheckpointFailed", f"step {step}: {cause}"))
-            return False
+            with contextlib.suppress(Exception):
+                await asyncio.to_thread(discard, self.spec.storage_url, step, self.spec.attempt, generation)
+            return None
         group = self.group()
         group = replace(group, checkpoints=(*group.checkpoints, record)[-KEPT_RECORDS:])
         size = f"{record.bytes / 2**20:.1f} MiB in {record.write_seconds:.2f} s"
         self.update(group.say(time.time(), "CheckpointCommitted", f"step {step}: {size}"))
-        await self._retain(record.url)
-        return True
+        return record.url
 
     async def _retain(self, newest: str) -> None:
         """Read the newest back; only then may older ones go."""
@@ -154,7 +162,9 @@ class Saver:
         group = self.group()
         step = newest_in_memory(group, seen)
         if step is not None and step > (group.checkpoint_step or 0):
-            await self.save(step, group.generation)
+            url = await self.save(step, group.generation)
+            if url is not None:
+                await self._retain(url)
 
 
 def read_catalog(spec: GroupSpec) -> tuple[CheckpointFound, ...]:
@@ -166,7 +176,7 @@ def read_catalog(spec: GroupSpec) -> tuple[CheckpointFound, ...]:
     found = catalog(spec.storage_url)
     whole = any(c.problem is None for c in found)
     if whole or not ever_committed(spec.storage_url):
-        sweep(spec.storage_url, spec.attempt)
+        sweep(spec.storage_url, spec.attempt + 1)
         found = [c for c in found if c.manifest]
     return tuple(CheckpointFound(c.url, c.step, c.problem) for c in found)
 

@@ -71,6 +71,10 @@ def judge(ranks: Sequence[RankReport]) -> Verdict | None:
     if secondary(first) and left_early:
         early = min(left_early, key=lambda r: r.ended_at or 0.0)
         return _early_exit(early, first)
+    if first.launcher_lost:
+        evidence = f"the launcher of node {first.node_index} ended, its ranks with it"
+        signature = f"launcher_lost {first.node_index}"
+        return Verdict(FailureClass.INFRASTRUCTURE, "launcher_lost", None, evidence, signature, first.ended_at or 0.0)
     if first.signal is not None:
         return _by_signal(first)
     return _by_exit(first)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from workers.group import Group, Recovery, Seen
-from workers.messages import Incident, RankPhase, RankReport
+from workers.group import Group, Seen
+from workers.messages import RankPhase, RankReport
 from workers.verdict import Verdict, judge_hang
 
 EXIT_S = 5.0  # a rank whose script raised gets this long to end by itself
@@ -36,25 +36,10 @@ def training_since(group: Group, ranks: tuple[RankReport, ...], now: float) -> f
     return launched if group.recovery is not None else launched + QUIET_S
 
 
-def closed_incident(recovery: Recovery, ranks: tuple[RankReport, ...], now: float) -> Incident:
-    """The incident with its phases: each ends where the next begins, so they add up to the recovery time."""
-    incident = recovery.incident
-    stopped = recovery.stopped_at or recovery.decided_at
-    launched = max(r.started_at or now for r in ranks)
-    marks = [("detect", incident.at, recovery.decided_at), ("stop", recovery.decided_at, stopped), ("launch", stopped, launched)]
-    end = launched
-    if all(r.new_step_at is not None for r in ranks):
-        restored = max(r.restored_at or launched for r in ranks)
-        end = max(r.new_step_at or now for r in ranks)
-        marks += [("restore", launched, restored), ("first_step", restored, end)]
-    phases = {name: round(max(0.0, to - since) * 1000, 3) for name, since, to in marks}
-    return replace(incident, phases_ms=phases, recovered_at=end, recovery_seconds=round(max(0.0, end - incident.at), 6))
-
-
 def silence(group: Group, ranks: tuple[RankReport, ...], now: float) -> tuple[Verdict | None, float | None]:
     """A verdict when no rank made a step for too long, and when that would be. Scripts that report no steps are left alone."""
     alive = [r for r in ranks if r.ended_at is None]
-    if not alive or not any(r.attached for r in ranks):
+    if not alive or not (group.attached or any(r.attached for r in ranks)):
         return None, None
     limit = max(_silence_limit(group, r) for r in alive)
     since = max(max(r.step_at or 0.0, r.phase_at or 0.0, r.started_at or 0.0) for r in ranks)

@@ -81,7 +81,8 @@ def test_training(seen: Seen, doing: Doing, actions: Any, reason: str) -> None:
     [
         (TRAINS, ranks_seen(rank(0), rank(1, step_at=NOW - 1)), NOW - 0.1 + 10.05),
         (TRAINS, ranks_seen(rank(0, step_p99=4.0), rank(1)), NOW - 0.1 + 20.05),
-        (TRAINS, ranks_seen(silent(0), silent(1)), None),
+        (replace(TRAINS, attached=False), ranks_seen(silent(0), silent(1)), None),
+        (TRAINS, ranks_seen(silent(0), silent(1)), NOW + 580.05),
         (TRAINS, ranks_seen(VICTIM, rank(1)), NOW - 0.1 + CULPRIT_S),
         (TRAINS, ranks_seen(rank(0), KILLED), NOW + 1),
         (TRAINS, ranks_seen(rank(0), rank(1), end=END), NOW + 30),

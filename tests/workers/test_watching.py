@@ -6,8 +6,9 @@ import pytest
 
 from tests.workers.make import NOW, ended, group, held, look, rank, recovery, silent, spec, status, with_memory
 from workers.group import AgentSeen, Doing, Recovery, Seen
+from workers.incidents import closed
 from workers.messages import RankPhase, RankReport
-from workers.watching import EXIT_S, QUIET_S, closed_incident, newest_in_memory, settled, silence, training_since
+from workers.watching import EXIT_S, QUIET_S, newest_in_memory, settled, silence, training_since
 
 OPEN = recovery()
 
@@ -51,7 +52,7 @@ OPEN = recovery()
     ],
 )
 def test_phases_add_up_to_the_recovery(open_one: Recovery, ranks: list[RankReport], phases: dict[str, float]) -> None:
-    incident = closed_incident(open_one, tuple(ranks), NOW)
+    incident = closed(open_one, tuple(ranks), NOW)
     assert incident.phases_ms == pytest.approx(phases, abs=0.01)
     assert list(incident.phases_ms) == list(phases)
     assert incident.recovery_seconds == pytest.approx(sum(incident.phases_ms.values()) / 1000, abs=1e-4)
@@ -123,8 +124,15 @@ def test_limit_of_silence(report: RankReport, hang_s: float | None, limit: float
     ],
 )
 def test_silence(ranks: list[RankReport], is_hang: bool) -> None:
-    verdict, _ = silence(group(Doing.TRAINING), tuple(ranks), NOW)
+    verdict, _ = silence(group(Doing.TRAINING, attached=any(r.attached for r in ranks)), tuple(ranks), NOW)
     assert (verdict is not None) is is_hang
+
+
+def test_ranks_that_hang_before_they_attach_are_judged_where_an_earlier_generation_attached() -> None:
+    ranks = (silent(0, started_at=NOW - 601), silent(1, started_at=NOW - 601))
+    verdict, _ = silence(group(Doing.TRAINING, attached=True), ranks, NOW)
+    assert verdict is not None
+    assert verdict.cause == "hang"
 
 
 def test_a_rank_that_raised_and_does_not_end_counts_as_ended() -> None:

@@ -15,9 +15,22 @@ from pathlib import Path
 
 import xxhash
 
-from workers.checkpoint.format import COMMITTED, FOLDER, MANIFEST, FileEntry, Manifest, age_key, parse_manifest, parse_name, rank_file
+from workers.checkpoint.format import (
+    COMMITTED,
+    FOLDER,
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    age_key,
+    folder_name,
+    parse_manifest,
+    parse_name,
+    rank_file,
+)
 from workers.checkpoint.storage import LocalFolder, RemoteFolder, open_folder
 from workers.checkpoint.tree import StateError
+
+UNREADABLE = "it cannot be read"  # how a problem begins that may be of the moment: storage, not the checkpoint, is at fault
 
 
 @dataclass(frozen=True)
@@ -36,7 +49,8 @@ class CheckpointRef:
 def catalog(storage_url: str) -> list[CheckpointRef]:
     """Newest first (see checkpoint.format); only manifests are read. Raises OSError when storage itself cannot be read."""
     root = open_folder(storage_url).child(FOLDER)
-    refs = []
+    refs: list[CheckpointRef] = []
+    unreadable: OSError | None = None
     for name in root.folders():
         parsed = parse_name(name)
         if parsed is None:
@@ -49,6 +63,11 @@ def catalog(storage_url: str) -> list[CheckpointRef]:
             refs.append(CheckpointRef(folder.url, *parsed, manifest.world_size, None, True))
         except StateError as error:
             refs.append(CheckpointRef(folder.url, *parsed, 0, str(error), folder.size(MANIFEST) is not None))
+        except OSError as error:
+            unreadable = error
+            refs.append(CheckpointRef(folder.url, *parsed, 0, f"its manifest cannot be read: {error}", True))
+    if unreadable is not None and all(ref.problem for ref in refs):
+        raise unreadable  # storage is at fault, not the checkpoints
     return sorted(refs, key=lambda r: age_key(r.step, r.attempt, r.generation), reverse=True)
 
 
@@ -112,6 +131,13 @@ def sweep(storage_url: str, attempt: int) -> list[str]:
     return removed
 
 
+def discard(storage_url: str, step: int, attempt: int, generation: int) -> None:
+    """Delete what a failed write left; never a committed checkpoint. Raises OSError."""
+    folder = open_folder(storage_url).child(FOLDER).child(folder_name(step, attempt, generation))
+    if folder.size(MANIFEST) is None:
+        folder.remove_all()
+
+
 def remove(url: str) -> None:
     """Delete a checkpoint: the manifest first, so that half of it is never taken for a whole. Raises OSError."""
     folder = open_folder(url)
@@ -148,5 +174,5 @@ class _Problem(contextlib.AbstractContextManager["_Problem"]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
         if error is None or not isinstance(error, Exception):
             return False
-        self.text = str(error) if isinstance(error, StateError) else f"it cannot be read: {type(error).__name__}: {error}"
+        self.text = str(error) if isinstance(error, StateError) else f"{UNREADABLE}: {type(error).__name__}: {error}"
         return True
