@@ -16,8 +16,9 @@ setup: $(VENV)/.all  ## everything that demo, test, check and bench need
 demo: $(VENV)/.demo  ## a training job, a real kill -9, and the recovery; under two minutes
 	$(BIN)/keepstep demo
 
-test: $(VENV)/.all  ## all tests but the slow ones
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+test: $(VENV)/.all  ## all tests but the slow ones; those with a real cluster one at a time
+	$(BIN)/python -m pytest -m "not slow and not cluster" -n 2 $(ARGS)
+	$(BIN)/python -m pytest -m "cluster and not slow" $(ARGS)
 
 slow: $(VENV)/.all  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(ARGS)
