@@ -55,7 +55,7 @@ class JobOut(BaseModel):
     step: int | None = Field(description="Newest step that every rank finished.")
     best_step: int | None = Field(description="Highest step that any rank has finished.")
     metrics: dict[str, float | str] = Field(description="Rank 0's newest; NaN and infinity as strings.")
-    restarts: int = Field(description="How often ranks were started again.")
+    restarts: int = Field(description="Starts of all ranks beyond the first, over all attempts.")
     world_size: int
     created_at: Time
     started_at: Time | None

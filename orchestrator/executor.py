@@ -1,50 +1,86 @@
-"""Do: the work that follows what was saved. Invariant: every action is idempotent and may fail; it is decided again on the next pass."""
+"""Do: the work that follows what was saved.
+
+Invariants: every action is idempotent and may fail; it is decided again on a later pass. Nobody waits for an action, and a group never
+has two of them under way.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from functools import partial
 
 from orchestrator.core.actions import Action, CreateGroup, EndGroup, RemoveGroup
 from orchestrator.ports import Groups, Unavailable
 
 _log = logging.getLogger(__name__)
 Key = tuple[str, int]
-Each = Callable[[Callable[[Action], Key | None], Iterable[Action]], Iterator[Key | None]]
+Submit = Callable[[Callable[[], bool]], "Future[bool]"]
 
 
 class Executor:
-    """``each`` is ``map`` or the ``map`` of a thread pool, so that a slow call for one job does not hold up the others."""
+    """``submit`` is that of a thread pool. ``wake`` is set when a removal is complete, since another placement may wait for it."""
 
-    def __init__(self, groups: Groups, each: Each = map) -> None:
-        self._groups, self._each = groups, each
+    def __init__(self, groups: Groups, submit: Submit, wake: threading.Event) -> None:
+        self._groups, self._submit, self._wake = groups, submit, wake
+        self._under_way: dict[Key, tuple[Action, Future[bool]]] = {}
         self.errors = 0
 
-    def run(self, actions: Iterable[Action]) -> frozenset[Key]:
-        """Does them all; returns the groups whose removal is complete."""
-        return frozenset(key for key in self._each(self._one, actions) if key is not None)
+    def start(self, actions: Iterable[Action]) -> None:
+        """Begins them; one for a group that has another under way is left out."""
+        for action in actions:
+            key = _key(action)
+            if key not in self._under_way:
+                future = self._submit(partial(self._do, action))
+                self._under_way[key] = (action, future)
+                if isinstance(action, RemoveGroup):
+                    future.add_done_callback(self._removed)
 
-    def _one(self, action: Action) -> Key | None:
-        try:
-            return self._do(action)
-        except Unavailable as error:
-            _log.warning("%s: %s; tried again on the next pass", _name(action), error)
-        except Exception:
-            self.errors += 1
-            _log.exception("%s failed; tried again on the next pass", _name(action))
-        return None
+    def collect(self) -> tuple[frozenset[Key], dict[Key, str]]:
+        """Of what has finished since the last call: groups whose removal is complete, and why others could not be removed."""
+        removed: set[Key] = set()
+        problems: dict[Key, str] = {}
+        for key, (action, future) in list(self._under_way.items()):
+            if not future.done():
+                continue
+            del self._under_way[key]
+            problem = self._problem(action, future)
+            if isinstance(action, RemoveGroup) and problem is not None:
+                problems[key] = problem
+            elif isinstance(action, RemoveGroup):
+                removed.add(key)
+        return frozenset(removed), problems
 
-    def _do(self, action: Action) -> Key | None:
+    def _problem(self, action: Action, future: Future[bool]) -> str | None:
+        """One line that tells why the action must be repeated."""
+        error = future.exception()
+        if error is None:
+            return None if future.result() else "Ray still shows actors or the placement group of it"
+        name = f"{type(action).__name__} {'.'.join(map(str, _key(action)))}"
+        if isinstance(error, Unavailable):
+            _log.warning("%s: %s; tried again on a later pass", name, error)
+            return str(error)
+        self.errors += 1
+        _log.error("%s failed; tried again on a later pass", name, exc_info=error)
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+
+    def _do(self, action: Action) -> bool:
+        """False where it was not completed."""
         match action:
             case CreateGroup(spec):
                 self._groups.create(spec)
             case EndGroup(job_id, attempt, grace_s):
                 self._groups.end(job_id, attempt, grace_s)
             case RemoveGroup(job_id, attempt):
-                return (job_id, attempt) if self._groups.remove(job_id, attempt) else None
-        return None
+                return self._groups.remove(job_id, attempt)
+        return True
+
+    def _removed(self, future: Future[bool]) -> None:
+        if not future.cancelled() and future.exception() is None and future.result():
+            self._wake.set()
 
 
-def _name(action: Action) -> str:
-    job_id, attempt = (action.spec.job_id, action.spec.attempt) if isinstance(action, CreateGroup) else (action.job_id, action.attempt)
-    return f"{type(action).__name__} {job_id}.{attempt}"
+def _key(action: Action) -> Key:
+    return (action.spec.job_id, action.spec.attempt) if isinstance(action, CreateGroup) else (action.job_id, action.attempt)

@@ -19,14 +19,17 @@ class Observer:
     def __init__(self, store: Store, groups: Groups, nodes: Nodes) -> None:
         self._store, self._groups, self._nodes = store, groups, nodes
 
-    def world(self, removed: frozenset[Key] = frozenset()) -> World:
-        """``removed``: groups whose removal was complete before this call. Raises Unavailable when the database does not answer."""
+    def world(self, removed: frozenset[Key] = frozenset(), problems: dict[Key, str] | None = None) -> World:
+        """``removed``: groups whose removal was complete before this call; ``problems``: why the removal of others failed.
+
+        Raises Unavailable when the database does not answer.
+        """
         jobs, attempts = self._store.open_jobs()
         live = [(a.job_id, a.number) for a in attempts.values() if a.state is not AttemptState.ENDED]
         views = self._views(live)
         nodes = self._seen_nodes()
         strays = self._strays({job.id: job for job in jobs}, attempts)
-        return World(jobs=tuple(jobs), attempts=attempts, groups=views, nodes=nodes, removed=removed, strays=strays)
+        return World(tuple(jobs), attempts, views, nodes, removed=removed, removal_problems=problems or {}, strays=strays)
 
     def _views(self, keys: list[Key]) -> dict[Key, GroupView]:
         try:
@@ -55,7 +58,11 @@ class Observer:
         job_id, number = key
         job = jobs.get(job_id)
         if job is None:
-            closed = self._store.job(job_id)
+            try:
+                closed = self._store.job(job_id)
+            except ValueError as error:
+                _log.error("job %s: its row cannot be read, so its group is left alone: %s", job_id, error)
+                return False
             return closed is not None and closed.id == job_id and closed.state.final and number <= closed.attempt
         newest = attempts.get(job_id)
         return number < job.attempt or (newest is not None and number == newest.number and newest.state is AttemptState.ENDED)

@@ -1,7 +1,7 @@
 """The loop: see -> decide -> save -> do.
 
-Invariants: nothing is done that was not saved before; a step that finds another version is dropped and decided anew; one bad job or
-one failing call stops nobody else; a pass may end anywhere (a crash) and the next one goes on from what is saved and seen.
+Invariants: nothing is done that was not saved before; a step that finds another version is dropped and decided anew; one bad job, one
+failing call or a slow one stops nobody else; a pass may end anywhere (a crash) and the next one goes on from what is saved and seen.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from orchestrator.core.actions import Action, JobStep, Plan
+from orchestrator.core.actions import JobStep, Plan
 from orchestrator.core.group_spec import Roots
 from orchestrator.core.model import World
 from orchestrator.core.plan import plan
 from orchestrator.core.states import AttemptState, JobState
-from orchestrator.executor import Each, Executor
+from orchestrator.executor import Executor, Submit
 from orchestrator.observer import Observer
 from orchestrator.ports import Clock, Conflict, Groups, Nodes, Store, Unavailable
 
@@ -26,23 +26,23 @@ UNSETTLED_S = 0.25  # a group is being made, mended or ended
 SETTLED_S = 1.0  # groups train
 IDLE_S = 5.0  # nothing to watch but the queue
 DATABASE_S = 1.0  # after a pass that the database refused
+THREADS = 16  # half of the calls that the way to Ray has room for, so that looking is never shut out by doing
 
 
 class Reconciler:
     """``wake`` may be set by anyone to have the next pass at once."""
 
     def __init__(
-        self, store: Store, groups: Groups, nodes: Nodes, clock: Clock, roots: Roots, wake: threading.Event, each: Each | None = None
+        self, store: Store, groups: Groups, nodes: Nodes, clock: Clock, roots: Roots, wake: threading.Event, submit: Submit | None = None
     ) -> None:
         self._store, self._clock, self._roots, self._wake = store, clock, roots, wake
-        self._pool = ThreadPoolExecutor(8, "keepstep-do")  # starts no thread before it is used
+        self._pool = ThreadPoolExecutor(THREADS, "keepstep-do")  # starts no thread before it is used
         self._observer = Observer(store, groups, nodes)
-        self._executor = Executor(groups, each or self._pool.map)
-        self._removed: frozenset[tuple[str, int]] = frozenset()
+        self._executor = Executor(groups, submit or self._pool.submit, wake)
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
         self._errors = 0
-        self.last_pass_at: float | None = None  # Unix seconds: end of the newest whole pass
+        self.last_pass_at: float | None = None  # Unix seconds: when the newest pass had saved all that it decided
 
     @property
     def errors(self) -> int:
@@ -64,17 +64,16 @@ class Reconciler:
 
     def once(self) -> float:
         """One pass; returns how many seconds the next may wait. Raises Unavailable when the database does not answer."""
-        world = self._observer.world(self._removed)
+        world = self._observer.world(*self._executor.collect())
         now = self._clock.now()
         decided = plan(world, now, self._roots)
         for job_id, error in decided.broken.items():
             self._errors += 1
             _log.error("job %s: no decision is possible, it is left alone: %s", job_id, error)
         done, conflicts = self._save(decided)
-        actions: list[Action] = [action for step in done for action in step.actions]
-        self._removed = self._executor.run([*actions, *decided.sweep])
         self.last_pass_at = self._clock.now()
-        if conflicts or self._removed or any(_moved(step, world) for step in done):
+        self._executor.start([*(action for step in done for action in step.actions), *decided.sweep])
+        if conflicts or any(_moved(step, world) for step in done):
             return SOON_S
         return _patience(decided, now)
 

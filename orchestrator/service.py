@@ -90,15 +90,21 @@ class Service:
         return self._store.jobs(state, labels, limit, cursor)
 
     def cancel(self, ref: str, grace_s: float | None = None) -> Job:
-        """Asks for the end of a job. Raises NotFound, Refused ``job_is_final`` (SUCCEEDED, FAILED) or ``ambiguous_name``."""
+        """Asks for the end of a job; asked again, only a shorter grace changes anything.
+
+        Raises NotFound, Refused ``job_is_final`` (SUCCEEDED, FAILED) or ``ambiguous_name``.
+        """
         for _ in range(_TRIES):
             job = self._one(ref)
-            if job.state is JobState.CANCELLED or (job.desired is Desired.CANCEL and not job.state.final):
+            asked = job.desired is Desired.CANCEL
+            known_s = job.grace_s if job.grace_s is not None else job.spec.timeouts.grace_s
+            if job.state is JobState.CANCELLED or (asked and not job.state.final and (grace_s is None or grace_s >= known_s)):
                 return job
             if job.state.final:
                 raise Refused("job_is_final", f"job {job.id} is {job.state}; there is nothing to cancel")
             wanted = replace(job, desired=Desired.CANCEL, grace_s=grace_s)
-            event = Event(job.id, self._clock.now(), "CancelAsked", "a user asked to cancel the job", attempt=job.attempt or None)
+            text = f"a user asked to end the job sooner: grace {grace_s:g} s" if asked else "a user asked to cancel the job"
+            event = Event(job.id, self._clock.now(), "CancelAsked", text, attempt=job.attempt or None)
             try:
                 saved = self._store.save_intent(wanted, event)
             except Conflict:

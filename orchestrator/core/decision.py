@@ -34,10 +34,6 @@ class Decision:
         assert self._attempt is not None, f"{self.job.id} has no attempt"
         return self._attempt
 
-    @property
-    def has_attempt(self) -> bool:
-        return self._attempt is not None
-
     def job_is(self, state: JobState, reason: Reason | str, message: str, **facts: Any) -> None:
         """The job's state from now on; it may be the old one with a new reason or message."""
         old = self._before[0].state  # one decision makes at most one transition, for that is what the rows show

@@ -49,8 +49,11 @@ class Seen:
     roots: Roots
 
 
-def decide(job: Job, attempt: Attempt | None, view: GroupView | None, removed: bool, now: float, roots: Roots) -> JobStep:
-    """``view`` is needed unless the attempt is ENDED or missing; ``removed``: the removal was complete before this look."""
+def decide(
+    job: Job, attempt: Attempt | None, view: GroupView | None, removed: bool, now: float, roots: Roots, problem: str | None = None
+) -> JobStep:
+    """``view`` is needed unless the attempt is ENDED or missing; ``removed``: the removal was complete before this look; ``problem``:
+    why it was not."""
     d = Decision(job, attempt, now)
     if attempt is None or attempt.state is AttemptState.ENDED:
         _without_group(d)
@@ -59,7 +62,7 @@ def decide(job: Job, attempt: Attempt | None, view: GroupView | None, removed: b
     if job.state.final and attempt.state is not AttemptState.REMOVING:
         d.attempt_is(AttemptState.REMOVING)
     if d.attempt.state is AttemptState.REMOVING:
-        _removing(d, view, removed)
+        _removing(d, view, removed, problem)
         return d.step()
     report = _news(view, attempt)
     seen = Seen(view.presence, report, roots)
@@ -153,8 +156,9 @@ def _ended(d: Decision, seen: Seen) -> bool:
         open_incidents = [incident for incident in report.incidents if incident.recovered_at is None]
         lose(d, report.reason, report.message, ended_at, open_incidents[-1] if open_incidents else None)
     else:
-        reason = Reason.RUN_TIMEOUT if d.attempt.reason == Reason.RUN_TIMEOUT and report.outcome is not Outcome.SUCCEEDED else report.reason
-        _remove(d, outcome=report.outcome, reason=str(reason), message=report.message, ended_at=ended_at)
+        timed_out = d.attempt.reason == Reason.RUN_TIMEOUT and report.outcome is not Outcome.SUCCEEDED
+        reason, message = (Reason.RUN_TIMEOUT, d.attempt.message) if timed_out else (report.reason, report.message)
+        _remove(d, outcome=report.outcome, reason=str(reason), message=message, ended_at=ended_at)
     return True
 
 
@@ -262,13 +266,15 @@ def _remove(d: Decision, outcome: Outcome | None = None, **facts: object) -> Non
     d.do(RemoveGroup(d.job.id, d.attempt.number))
 
 
-def _removing(d: Decision, view: GroupView, removed: bool) -> None:
+def _removing(d: Decision, view: GroupView, removed: bool, problem: str | None) -> None:
     unsettled = d.attempt.outcome not in (Outcome.SUCCEEDED, Outcome.FAILED)
     cancelled_late = d.job.desired is Desired.CANCEL and unsettled and not d.job.state.final and d.job.state is not JobState.CANCELLING
     if cancelled_late:
         d.job_is(JobState.CANCELLING, Reason.CANCEL_REQUESTED, "cancel was requested; its resources are being removed")
     if cancelled_late or not (removed and view.presence is Presence.ABSENT):
         d.do(RemoveGroup(d.job.id, d.attempt.number))
+        if problem is not None and not d.job.state.final:  # the state stays, for nothing has ended while something may run
+            d.job_is(d.job.state, Reason.NOT_REMOVED, f"attempt {d.attempt.number} cannot be removed yet: {problem}; it is tried again")
         return
     d.attempt_is(AttemptState.ENDED)
     if not d.job.state.final:

@@ -140,4 +140,5 @@ class World:
     groups: dict[tuple[str, int], GroupView]  # by (job id, attempt number)
     nodes: tuple[Node, ...] | None  # None: Ray did not answer
     removed: frozenset[tuple[str, int]] = frozenset()  # groups whose removal was complete before this observation
+    removal_problems: dict[tuple[str, int], str] = field(default_factory=dict)  # why the newest try to remove a group failed
     strays: frozenset[tuple[str, int]] = frozenset()  # groups seen in Ray whose attempt is ENDED: a late call made them anew

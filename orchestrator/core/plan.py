@@ -22,7 +22,8 @@ def plan(world: World, now: float, roots: Roots) -> Plan:
         attempt = world.attempts.get(job.id)
         key = (job.id, job.attempt)
         try:
-            steps[job.id] = lifecycle.decide(job, attempt, world.groups.get(key), key in world.removed, now, roots)
+            view, removed, problem = world.groups.get(key), key in world.removed, world.removal_problems.get(key)
+            steps[job.id] = lifecycle.decide(job, attempt, view, removed, now, roots, problem)
         except Exception as error:
             broken[job.id] = f"{type(error).__name__}: {error}"
             continue

@@ -12,7 +12,7 @@ from orchestrator.core.decision import Decision
 from orchestrator.core.group_spec import HOUR
 from orchestrator.core.model import Event
 from orchestrator.core.states import AttemptState
-from workers.messages import Failure, GroupEvent, GroupPhase, GroupReport, Incident
+from workers.messages import Failure, GroupEvent, GroupReport, Incident
 
 
 def learn(d: Decision, report: GroupReport) -> None:
@@ -38,8 +38,8 @@ def learn(d: Decision, report: GroupReport) -> None:
         failures=merged(d.job.failures, report.failures, since=d.now - d.job.spec.restart.window_hours * HOUR),
         started_at=d.job.started_at or report.started_at,
     )
-    if d.job.open_incident is not None and report.phase is GroupPhase.RUNNING:
-        _close(d, d.job.open_incident, report)
+    if d.job.open_incident is not None and report.started_at is not None:
+        _close(d, d.job.open_incident, report, report.started_at)
 
 
 def _record_news(d: Decision, report: GroupReport) -> None:
@@ -81,9 +81,8 @@ def merged(old: tuple[Failure, ...], new: tuple[Failure, ...], since: float) -> 
     return tuple(sorted(known.values(), key=lambda failure: failure.at))
 
 
-def _close(d: Decision, incident: Incident, report: GroupReport) -> None:
-    """A failure that cost an attempt has ended when the next attempt trains."""
-    recovered_at = report.started_at or d.now
+def _close(d: Decision, incident: Incident, report: GroupReport, recovered_at: float) -> None:
+    """A failure that cost an attempt ended when the next attempt trained, though that may be over when it is heard of."""
     resumed, last = report.resumed_step, incident.last_step
     closed = replace(
         incident,

@@ -78,6 +78,7 @@ class Reason(StrEnum):
     TRAINING = "Training"
     RECOVERING = "Recovering"
     GROUP_LOST = "GroupLost"
+    NOT_REMOVED = "NotRemoved"  # its attempt has an outcome, but something of it is still there
     UNREACHABLE = "Unreachable"
     CANCEL_REQUESTED = "CancelRequested"
     CANCELLED = "Cancelled"

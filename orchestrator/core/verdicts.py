@@ -66,5 +66,5 @@ def _incident(d: Decision, reason: str, message: str, at: float) -> Incident:
         kind=FailureClass.INFRASTRUCTURE,
         message=message,
         action="relaunch",
-        last_step=d.job.step,
+        last_step=d.job.best_step,
     )

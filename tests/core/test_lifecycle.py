@@ -153,7 +153,7 @@ def test_losses_without_a_step_gained_are_counted(best: int | None, prior: int |
 
 
 def test_a_vanished_group_leaves_an_incident_that_its_successor_closes() -> None:
-    step = look(running(step=7, best_step=7), GONE, ABSENT)
+    step = look(running(step=6, best_step=7), GONE, ABSENT)
     (incident,) = step.incidents
     assert (incident.cause, incident.action, incident.at, incident.last_step) == ("group_lost", "relaunch", NOW - ABSENT_S, 7)
     assert step.job.open_incident == incident
@@ -164,6 +164,17 @@ def test_a_vanished_group_leaves_an_incident_that_its_successor_closes() -> None
     assert (closed.recovered_at, closed.resumed_step, closed.lost_steps, closed.restored_from) == (NOW + 9, 5, 2, Source.STORAGE)
     assert closed.recovery_seconds == 9 + ABSENT_S
     assert later.job.open_incident is None
+
+
+def test_an_incident_closes_also_when_its_successor_trained_unseen() -> None:
+    open_incident = Incident("job-aaaaaaaaaaaa", 1, 0, NOW - 90, "group_lost", FailureClass.INFRASTRUCTURE, "gone", "relaunch", last_step=7)
+    before = job(S.STARTING, attempt=2, open_incident=open_incident)
+    waits = look(before, attempt(A.PLANNED, number=2), seen(GroupPhase.WARMING, attempt=2))
+    assert waits.job.open_incident == open_incident
+    view = ended(Outcome.SUCCEEDED, attempt=2, started_at=NOW - 60, resumed_step=5)
+    step = look(before, attempt(A.PLANNED, number=2), view)
+    (closed,) = step.incidents
+    assert (step.job.open_incident, closed.attempt, closed.recovered_at, closed.lost_steps) == (None, 1, NOW - 60, 2)
 
 
 def test_absence_must_last() -> None:
@@ -199,9 +210,12 @@ def test_a_run_ends_after_run_hours() -> None:
     step = look(limited, attempt(), seen())
     assert step.attempt is not None
     assert (step.attempt.state, step.attempt.reason, step.actions) == (A.ENDING, "RunTimeout", (END,))
-    step = look(step.job, step.attempt, ended(Outcome.STOPPED))
+    step = look(step.job, step.attempt, ended(Outcome.STOPPED, message="ended on request"))
     assert step.attempt is not None
     assert (step.attempt.state, step.attempt.reason) == (A.REMOVING, "RunTimeout")
+    step = look(step.job, step.attempt, ABSENT, removed=True)
+    assert (step.job.state, step.job.reason) == (S.FAILED, "RunTimeout")
+    assert step.job.message == "ran longer than timeouts.run_hours = 1"
     waits = look(replace(limited, state=S.PENDING), attempt(A.ENDED), None)
     assert (waits.job.state, waits.job.reason) == (S.FAILED, "RunTimeout")
 
@@ -255,6 +269,17 @@ def test_a_new_attempt_counts_on() -> None:
 def test_two_attempts_at_once_are_impossible() -> None:
     with pytest.raises(AssertionError, match="has not ended"):
         place(job(attempt=1), attempt(A.REMOVING), Placement(()), NOW, ROOTS)
+
+
+def test_what_cannot_be_removed_is_told_of_a_job_that_has_not_ended() -> None:
+    last = attempt(A.REMOVING, outcome=Outcome.SUCCEEDED)
+    step = decide(running(), last, ABSENT, False, NOW, ROOTS, "node n1 did not sweep in time")
+    assert short(step) == (S.RUNNING, "NotRemoved", *LEAVES)
+    assert "cannot be removed yet: node n1 did not sweep in time" in step.job.message
+    assert not decide(step.job, last, ABSENT, False, NOW, ROOTS, "node n1 did not sweep in time").changed
+    final = job(S.FAILED, attempt=1)
+    assert decide(final, last, ABSENT, False, NOW, ROOTS, "node n1 did not sweep in time").job == final
+    assert look(step.job, last, ABSENT, removed=True).job.state is S.SUCCEEDED
 
 
 def test_a_final_job_stays_as_it_is() -> None:

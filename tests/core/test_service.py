@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 
 from orchestrator.adapters.db.store import SqlStore
+from orchestrator.adapters.db.tables import JOBS
 from orchestrator.core.model import Job
 from orchestrator.core.scheduling import Placement, Waiting
 from orchestrator.core.spec import JOB_ID
@@ -18,7 +20,7 @@ from orchestrator.ports import Conflict, KeyReused, Unavailable
 from orchestrator.reconciler import Reconciler
 from orchestrator.service import NotFound, Refused, Service, new_job_id
 from tests.core.make import ROOTS, spec
-from tests.simulation.clock import Dice, SimClock
+from tests.simulation.clock import Dice, SimClock, at_once
 from tests.simulation.cluster import SimCluster
 
 TRAIN = {"command": ["train", "20"]}
@@ -31,7 +33,7 @@ class Place:
         self.store, self.clock, self.wake = store, SimClock(), threading.Event()
         self.cluster = SimCluster(self.clock, Dice(1, faults=False), nodes=1)
         self.service = Service(store, self.cluster, self.cluster, self.clock, self.wake, bundle_exists=lambda sha: sha == "a" * 64)
-        self.loop = Reconciler(store, self.cluster, self.cluster, self.clock, ROOTS, self.wake, each=map)
+        self.loop = Reconciler(store, self.cluster, self.cluster, self.clock, ROOTS, self.wake, submit=at_once)
 
     def submit(self, **changes: Any) -> Job:
         self.clock.at += 1
@@ -87,6 +89,7 @@ def test_a_bundle_must_have_been_uploaded(place: Place) -> None:
 def test_plan_tells_and_changes_nothing(place: Place) -> None:
     assert isinstance(place.service.plan(spec()), Placement)
     place.submit(resources={"cpus_per_node": 4})
+    place.clock.at += 1
     answer = place.service.plan(spec())
     assert isinstance(answer, Waiting)
     assert answer.message.endswith("position 2")
@@ -105,6 +108,19 @@ def test_cancel_is_idempotent_and_stops_at_final_jobs(place: Place) -> None:
     place.look(40)
     assert code(place.service.cancel, done.id) == "job_is_final"
     assert code(place.service.cancel, "job-zzzzzzzzzzzz") == "job_not_found"
+
+
+def test_a_second_cancel_may_only_shorten_the_grace(place: Place) -> None:
+    job = place.submit(timeouts={"grace_s": 60})
+    place.look(8)
+    (group,) = place.cluster.groups.values()
+    for asked, kept, used in [(None, None, 60), (60, None, 60), (90, None, 60), (40, 40, 40), (None, 40, 40), (50, 40, 40), (5, 5, 5)]:
+        assert place.service.cancel(job.id, asked).grace_s == kept
+        place.loop.once()
+        assert group.end_request is not None
+        assert group.end_request.grace_s == used
+    told = [e.message for e in place.service.events(job.id, 200, None)[0] if e.reason == "CancelAsked"]
+    assert told == ["a user asked to cancel the job", *(f"a user asked to end the job sooner: grace {s} s" for s in (40, 5))]
 
 
 @pytest.mark.parametrize("looks", range(12))
@@ -150,7 +166,7 @@ def test_a_pass_without_a_database_says_so(place: Place) -> None:
         def open_jobs(self) -> Any:
             raise Unavailable("database is away")
 
-    loop = Reconciler(Away(place.store._engine), place.cluster, place.cluster, place.clock, ROOTS, place.wake, each=map)
+    loop = Reconciler(Away(place.store._engine), place.cluster, place.cluster, place.clock, ROOTS, place.wake, submit=at_once)
     with pytest.raises(Unavailable):
         loop.once()
     assert loop.last_pass_at is None
@@ -165,10 +181,82 @@ def test_a_job_that_cannot_be_saved_stops_nobody_else(place: Place) -> None:
                 raise ValueError("a poisoned row")
             return super().save_step(step)
 
-    loop = Reconciler(Picky(place.store._engine), place.cluster, place.cluster, place.clock, ROOTS, place.wake, each=map)
+    loop = Reconciler(Picky(place.store._engine), place.cluster, place.cluster, place.clock, ROOTS, place.wake, submit=at_once)
     loop.once()
     assert (place.service.job(bad.id).state, place.service.job(good.id).state) == (JobState.PENDING, JobState.STARTING)
     assert (loop.errors, sorted(place.cluster.groups)) == (1, [(good.id, 1)])
+
+
+def test_a_row_that_cannot_be_read_stops_nobody_else_and_keeps_its_group(place: Place) -> None:
+    bad, good = place.submit(), place.submit()
+    place.look(3)
+    with place.store._engine.begin() as connection:
+        connection.execute(update(JOBS).where(JOBS.c.id == bad.id).values(spec="{"))
+    place.look(40)
+    assert place.service.job(good.id).state is JobState.SUCCEEDED
+    assert list(place.cluster.groups) == [(bad.id, 1)]
+
+
+class Slow:
+    """``submit`` of an executor whose actions end when told, one by one."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, Future[bool]]] = []
+
+    def __call__(self, work: Any) -> Future[bool]:
+        self.calls.append((work, Future()))
+        return self.calls[-1][1]
+
+    def end(self) -> None:
+        work, future = self.calls.pop(0)
+        future.set_result(at_once(work).result())
+
+
+def test_a_slow_action_holds_up_nothing_and_has_no_second_beside_it(place: Place) -> None:
+    slow = Slow()
+    place.loop = Reconciler(place.store, place.cluster, place.cluster, place.clock, ROOTS, place.wake, submit=slow)
+    first = place.submit(resources={"cpus_per_node": 1})
+    place.look(3)
+    assert len(slow.calls) == 1  # the group is made for three passes, and nobody asks for it again
+    second = place.submit(resources={"cpus_per_node": 1})
+    place.look()
+    assert [place.service.job(job.id).state for job in (first, second)] == [JobState.STARTING, JobState.STARTING]
+    assert place.loop.last_pass_at == place.clock.now()
+    place.service.cancel(first.id)
+    slow.end()
+    place.look(5)
+    assert [key[0] for key in place.cluster.groups] == [first.id]
+    assert len(slow.calls) == 2  # of the second job: still to be made; of the first: to be ended
+    slow.end()
+    slow.end()
+    place.look(3)
+    assert (len(slow.calls), place.service.job(first.id).state) == (1, JobState.CANCELLING)
+    place.wake.clear()
+    slow.end()
+    assert place.wake.is_set()
+    assert place.service.job(first.id).state is JobState.CANCELLING
+    place.look()
+    assert place.service.job(first.id).state is JobState.CANCELLED
+    assert place.loop.errors == 0
+
+
+def test_a_removal_that_fails_is_told_and_tried_again(place: Place) -> None:
+    job, remove = place.submit(), place.cluster.remove
+    place.look(8)
+    place.cluster.remove = lambda *_: _stuck()  # type: ignore[method-assign]
+    place.service.cancel(job.id, 0.0)
+    place.look(20)
+    told = place.service.job(job.id)
+    assert (told.state, told.reason, told.ended_at) == (JobState.CANCELLING, "NotRemoved", None)
+    assert told.message == "attempt 1 cannot be removed yet: processes [71] on node n1 do not end; it is tried again"
+    assert [e.reason for e in place.service.events(job.id, 200, None)[0]].count("NotRemoved") == 1
+    place.cluster.remove = remove  # type: ignore[method-assign]
+    place.look(2)
+    assert place.service.job(job.id).state is JobState.CANCELLED
+
+
+def _stuck() -> bool:
+    raise Unavailable("processes [71] on node n1 do not end")
 
 
 def test_a_step_that_finds_another_version_does_nothing(place: Place) -> None:
@@ -178,7 +266,7 @@ def test_a_step_that_finds_another_version_does_nothing(place: Place) -> None:
         def save_step(self, step: Any) -> Job:
             raise Conflict("changed")
 
-    loop = Reconciler(Late(place.store._engine), place.cluster, place.cluster, place.clock, ROOTS, place.wake, each=map)
+    loop = Reconciler(Late(place.store._engine), place.cluster, place.cluster, place.clock, ROOTS, place.wake, submit=at_once)
     assert loop.once() < 0.1
     assert (place.service.job(job.id).state, place.cluster.groups) == (JobState.PENDING, {})
 

@@ -16,7 +16,7 @@ from orchestrator.ports import Unavailable
 from orchestrator.reconciler import Reconciler
 from orchestrator.service import Refused, Service
 from tests.simulation.checks import CheckedStore, Violation, check_verdict
-from tests.simulation.clock import Crash, Dice, SimClock
+from tests.simulation.clock import Crash, Dice, SimClock, at_once
 from tests.simulation.cluster import SimCluster
 
 ROUNDS = 45  # with faults
@@ -50,7 +50,7 @@ class Run:
         self.user_errors: set[str] = set()
 
     def _loop(self) -> Reconciler:
-        return Reconciler(self.store, self.cluster, self.cluster, self.clock, ROOTS, self.wake, each=map)
+        return Reconciler(self.store, self.cluster, self.cluster, self.clock, ROOTS, self.wake, submit=at_once)
 
     def whole(self) -> None:
         """Faults for a while, then calm until everything has ended; raises Violation."""

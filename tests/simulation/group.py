@@ -213,5 +213,8 @@ class SimGroup:
         self.coordinator_back_at = now + back_in
 
     def end(self, now: float, grace_s: float) -> None:
-        if self.end_request is None:
-            self.end_request = EndRequest(now, grace_s)
+        known = self.end_request
+        if known is None or grace_s < known.grace_s:
+            self.end_request = EndRequest(known.at if known else now, grace_s)
+            if self.group.end is not None:
+                self.group = replace(self.group, end=self.end_request)

@@ -163,16 +163,16 @@ class RayGroups:
 
         living = {n["NodeID"] for n in ray.nodes() if n["Alive"]}
         task = ray.remote(sweep)
-        refs = [
-            task.options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(key)
-            for node in (nodes & living or living)
-        ]
-        done, late = ray.wait(refs, num_returns=len(refs), timeout=15.0) if refs else ([], [])
-        if late:
-            raise Unavailable(f"{len(late)} nodes did not sweep {key} in time")
-        left = [pid for ref in done for pid in ray.get(ref)]
-        if left:
-            raise Unavailable(f"processes {left} of {key} do not end")
+        swept = {
+            task.options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(key): node
+            for node in sorted(nodes & living or living)
+        }
+        done, late = ray.wait(list(swept), num_returns=len(swept), timeout=15.0) if swept else ([], [])
+        left = {swept[ref]: pids for ref in done if (pids := ray.get(ref))}
+        problems = [f"processes {pids} on node {node[:8]} do not end" for node, pids in left.items()]
+        problems += [f"node {swept[ref][:8]} did not sweep in time" for ref in late]
+        if problems:
+            raise Unavailable("; ".join(problems))
 
     def _coordinator(self, key: str) -> Any | None:
         from workers.coordinator import coordinator_name
