@@ -30,11 +30,10 @@ PRELOAD: dict[str, tuple[str, ...]] = {
         "torch.distributed",
         "torch.nn.parallel",
         "torch.utils.data",
-        "safetensors",
         "workers.frameworks.torch",
         "workers.run",
     ),
-    "tensorflow": ("tensorflow", "keras", "safetensors", "workers.frameworks.tensorflow", "workers.run", "workers.keras"),
+    "tensorflow": ("tensorflow", "keras", "workers.frameworks.tensorflow", "workers.run", "workers.keras"),
     "jax": ("jax", "jax.numpy", "workers.run"),
     "plain": (),
 }
