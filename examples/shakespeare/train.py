@@ -69,8 +69,9 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
+        # Printed before the step counts as finished: a kill in between prints it twice, never not at all.
+        print(f"step={run.steps + 1} loss={loss.item():.6f}", flush=True)
         run.step(loss=loss, lr=scheduler.get_last_lr()[0])
-        print(f"step={run.steps} loss={loss.item():.6f}", flush=True)
 
     if run.rank == 0 and run.steps >= args.steps:
         digest = hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in network.parameters()))
