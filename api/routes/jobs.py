@@ -113,7 +113,7 @@ def job(here: Here, ref: Ref) -> JobOut:
     "/{ref}/cancel", summary="Cancel a job", responses=documented(404, 409, 413, 422), openapi_extra=body(CancelRequest, required=False)
 )
 def cancel(here: Here, ref: Ref, request: Annotated[CancelRequest, Depends(json_body(CancelRequest, required=False))]) -> JobOut:
-    """Idempotent; a shorter grace still counts. Ranks get SIGTERM, then SIGKILL after the grace; 409 when the job ended otherwise before."""
+    """Idempotent; a shorter grace still counts. Ranks get SIGTERM, then SIGKILL after the grace; 409 when the job ended otherwise."""
     return JobOut.of(here.service.cancel(ref, request.grace_s))
 
 
