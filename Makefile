@@ -24,7 +24,7 @@ slow: $(VENV)/.all  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 sim: $(VENV)/.all  ## the simulation over many seeds: make sim SIM_SEEDS=5000, or one: make sim SIM_SEED=17
-	SIM_SEEDS=$(or $(SIM_SEEDS),1000) $(BIN)/python -m pytest tests/simulation --timeout=0 $(ARGS)
+	$(BIN)/python -m pytest tests/simulation --timeout=0 --sim-seeds $(or $(SIM_SEEDS),1000) $(if $(SIM_SEED),--sim-seed $(SIM_SEED)) $(ARGS)
 
 check: $(VENV)/.all  ## lint, format, types, direction of imports
 	$(BIN)/ruff check
