@@ -233,7 +233,7 @@ def test_a_slow_action_holds_up_nothing_and_has_no_second_beside_it(place: Place
     assert (len(slow.calls), place.service.job(first.id).state) == (1, JobState.CANCELLING)
     place.wake.clear()
     slow.end()
-    assert place.wake.is_set()
+    assert place.wake.wait(10)
     assert place.service.job(first.id).state is JobState.CANCELLING
     place.look()
     assert place.service.job(first.id).state is JobState.CANCELLED
