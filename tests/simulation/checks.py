@@ -66,7 +66,9 @@ def check_job(before: Job, after: Job, storage: Storage) -> None:
         raise Violation(f"final is final: {before.state}/{before.reason} -> {after.state}/{after.reason}")
     if after.state.final and after.ended_at is None:
         raise Violation("a final job has an end")
-    if before.step is not None and (after.step is None or after.step < min(before.step, storage.newest(after.id))):
+    # A late report tells of a moment before later commits; but what was committed before its generation began, that generation restored.
+    restored = storage.newest(after.id, before=(after.attempt, after.generation))
+    if before.step is not None and (after.step is None or after.step < min(before.step, restored)):
         raise Violation(f"a step never goes back further than the newest checkpoint: {before.step} -> {after.step}")
     if (after.best_step or 0) < (before.best_step or 0) or after.generation < before.generation or after.attempt < before.attempt:
         raise Violation("best step, generation and attempt only grow")

@@ -23,8 +23,9 @@ class Storage:
 
     commits: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
 
-    def newest(self, job_id: str) -> int:
-        return max((step for _, _, step in self.commits.get(job_id, [])), default=0)
+    def newest(self, job_id: str, before: tuple[int, int]) -> int:
+        """Highest step that was committed by generations before this (attempt, generation)."""
+        return max((step for attempt, generation, step in self.commits.get(job_id, []) if (attempt, generation) < before), default=0)
 
 
 class SimGroup:
