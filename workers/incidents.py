@@ -30,7 +30,7 @@ def new_incident(group: Group, verdict: Verdict, node: str | None, now: float, s
     return Incident(
         job_id=group.spec.job_id,
         attempt=group.spec.attempt,
-        generation=group.generation,
+        generation=max(group.generation, group.spec.first_generation),
         at=at,
         cause=verdict.cause,
         kind=verdict.kind,

@@ -48,6 +48,11 @@ def decide(group: Group, seen: Seen, now: float) -> Decision:
         group = group.close(now, Outcome.STOPPED, "Stopped", "ended on request")
     lost = next((a for a in seen.agents if a.node_lost), None)
     if lost is not None and group.doing in _WITHOUT_RANKS:
+        if group.recovery is None:  # it was lost before anything ran, or with the coordinator that knew more
+            verdict = _agent_verdict(group, lost, now)
+            group, _ = charge(group, now, verdict)
+            incident = new_incident(group, verdict, _node(group, lost.index), now, None)
+            group = replace(group, recovery=Recovery(incident, now))
         return _lost(group, now, "NodeLost", f"node {_node(group, lost.index)} has left the cluster; the job needs another placement")
     return _HANDLERS[group.doing](group, seen, now)
 

@@ -55,6 +55,14 @@ def test_a_lost_attempt_says_what_follows() -> None:
     assert "another attempt follows" in incident.message
 
 
+def test_a_node_that_is_lost_while_nothing_ran_has_an_incident_too() -> None:
+    before = group(Doing.WARMING, generation=-1)
+    after = decide(before, look(status(0), AgentSeen(1, None, NOW, died=True, node_lost=True)), NOW).group
+    (incident,) = after.incidents
+    assert (incident.cause, incident.blamed_node, incident.action, incident.generation) == ("node_lost", "n1", "relaunch", 0)
+    assert [f.cause for f in after.failures] == ["node_lost"]
+
+
 def test_a_launch_that_never_gives_all_ranks_fails_in_time() -> None:
     before = group(Doing.TRAINING, NOW - LAUNCH_S - 1, incarnations={0: "i0", 1: "i1"})
     decision = decide(before, look(status(0, rank(0)), status(1)), NOW)
