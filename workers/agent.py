@@ -20,6 +20,7 @@ from workers.checkpoint.catalog import UNREADABLE, stage, unstage
 from workers.checkpoint.slots import discard_newer, holdings, pinned_steps, unpin
 from workers.checkpoint.writer import write_share
 from workers.group import Kept
+from workers.kept import read_kept, write_kept
 from workers.messages import AgentStatus, GroupSpec, Holding, LaunchOrder, Source
 from workers.processes import SHM, end_group, remove_shared_memory
 from workers.ranks import Ranks
@@ -42,6 +43,7 @@ class Agent:
         self.version = 1
         self.term = 0
         self.kept: Kept | None = None
+        self._written: Kept | None = None  # what the file of the kept state holds
         self.led_at = time.monotonic()
         self.shm = SHM / f"{spec.key}.{index}"
         self.problem: str | None = None
@@ -58,7 +60,8 @@ class Agent:
         self._work: Path | None = None
         self._closed = False
         end_group(f"{spec.key}.{index}")  # what an earlier agent of this node left behind
-        self.shm.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._make_shm()
+        self.kept = self._written = read_kept(self.shm)
         logs = local_path(spec.storage_url) or self.shm
         self.ranks = Ranks(spec, index, self.shm, logs, self._changed, loopback=address.startswith("127."))
         self._tasks = [asyncio.create_task(t) for t in (self._prepare(), self._watch(), self._keep_lease())]
@@ -89,8 +92,13 @@ class Agent:
                 if pinned != self.pinned:
                     self.pinned = pinned
                     self._changed()
+            if self.kept is not self._written:
+                self._written = self.kept
+                with contextlib.suppress(OSError):
+                    await asyncio.to_thread(write_kept, self.shm, self.kept)
             if self._work is not None and not (self.ranks.launcher_lives or self.ranks.problem or self._closed):
                 try:
+                    self._make_shm()
                     self.ranks.start_launcher(self._work)
                 except OSError as error:
                     self.ranks.problem = f"its launcher cannot be started: {error}"
@@ -108,6 +116,10 @@ class Agent:
             raise StaleLeader(f"term {term} is over, {self.term} leads")
         self.term = term
         self.led_at = time.monotonic()
+
+    def _make_shm(self) -> None:
+        """Again before each use: somebody may have cleaned /dev/shm under a running job."""
+        self.shm.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def _keep(self, state: Kept) -> None:
         """Calls may overtake each other: the newest state stays."""
@@ -176,6 +188,7 @@ class Agent:
     def _launch(self, order: LaunchOrder) -> None:
         if self.surveyed < self.ranks.generation or self.ranks.living:
             raise RuntimeError(f"generation {order.generation} cannot start: generation {self.ranks.generation} was not stopped")
+        self._make_shm()
         kept_step = order.restore.step if order.restore.source == Source.MEMORY else 0
         discard_newer(self.shm, self.ranks.numbers, kept_step)
         self.held = ()
@@ -236,6 +249,7 @@ class Agent:
 
     async def _stage(self, url: str, name: str) -> str | None:
         """A storage that does not answer for a moment is no damaged checkpoint: it is asked again."""
+        self._make_shm()
         for again in range(STAGE_TRIES):
             problem = await asyncio.to_thread(stage, url, self.shm, name, self.ranks.numbers, self.spec.world_size)
             if problem is None or not problem.startswith(UNREADABLE):

@@ -171,8 +171,9 @@ class Coordinator:
                 break
             if len(answers) < len(self.spec.nodes):
                 await asyncio.sleep(0.2)
-        self.term = max((before for _, before, _ in answers.values()), default=0) + 1
         kept = max((k for _, _, k in answers.values() if k is not None), key=lambda k: (k.term, k.sequence), default=None)
+        terms = [before for _, before, _ in answers.values()]
+        self.term = max([*terms, kept.term if kept is not None else 0], default=0) + 1
         if kept is not None:
             self.group = kept.group.say(
                 time.time(), "CoordinatorRestarted", f"term {self.term} goes on from term {kept.term}; ranks were not touched"

@@ -54,6 +54,20 @@ def test_training_outlives_rank_agent_coordinator_and_server(server: Server) -> 
     job.assert_nothing_left()
 
 
+def test_coordinator_and_all_agents_die_at_once(server: Server) -> None:
+    job = server.example("shakespeare", ["python", "train.py", "--steps", "120", "--sample", "1"], checkpoint={"snapshot_every_steps": 1})
+    job.wait_step(20)
+    for pid in (*job.actors("Coordinator"), *job.actors("Agent")):
+        kill(pid)
+    ended = job.wait(120)
+    assert (ended["state"], ended["generation"]) == ("SUCCEEDED", 1)
+    assert "CoordinatorRestarted" in job.reasons()
+    (incident,) = job.items("incidents")
+    assert (incident["cause"], incident["restored_from"]) == ("agent_lost", "memory")
+    assert incident["recovery_seconds"] > 0
+    assert_no_gap(job, 120)
+
+
 def test_a_plain_script_with_four_ranks_killed_twice_ends_right(server: Server) -> None:
     job = server.toy(resources={"nodes": 2}, env={"STEPS": "100"}, checkpoint={})
     for generation, rank in ((0, 3), (1, 0)):
