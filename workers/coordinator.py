@@ -159,7 +159,7 @@ class Coordinator:
         """Find or make the agents, learn the highest term and the newest kept state, and lead with a term above."""
         answers: dict[int, tuple[AgentStatus, int, Kept | None]] = {}
         started = time.monotonic()
-        while len(answers) < len(self.spec.nodes) and not self.closed:
+        while len(answers) < len(self.spec.nodes) and not self.closed and self.end_request is None:
             for node in self.spec.nodes:
                 if node.index not in answers:
                     try:

@@ -132,7 +132,9 @@ class Launcher:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGKILL)  # data loader workers and other children end with their rank
                 self.say(op="exited", rank=rank, pid=pid, at=time.time(), code=os.waitstatus_to_exitcode(status))
-            self.stores.pop(pid, None)
+            generation = self.stores.pop(pid, None)
+            if generation is not None:
+                self.say(op="store_ended", generation=generation)
 
     def end_all(self, keep_stores_after: int | None) -> list[int]:
         """SIGKILL every descendant but the stores of generations after ``keep_stores_after`` (None: those too).

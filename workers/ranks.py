@@ -157,8 +157,13 @@ class Ranks:
             if port:
                 future.set_result(port)
             else:
-                future.set_exception(ConnectionError("the store ended before it listened"))
-                del self._stores[generation]
+                self._on_store_ended(generation)
+
+    def _on_store_ended(self, generation: int) -> None:
+        """Its port is dead: the next who asks gets a new store."""
+        future = self._stores.pop(generation, None)
+        if future is not None and not future.done():
+            future.set_exception(ConnectionError("the store ended before it listened"))
 
     def _on_killed(self, generation: int, stuck: list[int]) -> None:
         future = self._killed.pop(generation, None)
