@@ -226,7 +226,7 @@ class Agent:
             if holding.pinned and holding.step != self.writing:
                 unpin(self.shm, self.ranks.numbers, holding.step)
         self.pinned = {}
-        self.held = tuple(Holding(**asdict(h)) for h in found)
+        self.held = tuple(found)
         self.surveyed = self.ranks.generation
 
     async def terminate(self, term: int) -> AgentStatus:

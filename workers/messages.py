@@ -184,7 +184,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Holding:
-    """A complete snapshot of one rank in the shared memory of its node."""
+    """A complete snapshot of one rank in the shared memory of its node; ``valid`` is False when it was verified and does not hold."""
 
     rank: int
     step: int

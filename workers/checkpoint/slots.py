@@ -20,6 +20,7 @@ from typing import Any
 import xxhash
 
 from workers.checkpoint.tree import StateError
+from workers.messages import Holding
 
 MAGIC = b"KEEPSNAP"
 VERSION = 1
@@ -59,20 +60,6 @@ class Header:
 
 
 NOTHING = Header(EMPTY, False, 0, 0, 0, 0, 0, 0)
-
-
-@dataclass(frozen=True)
-class Holding:
-    """A complete snapshot in shared memory. ``valid`` is False when it was verified and does not hold; ``problem`` says why."""
-
-    rank: int
-    step: int
-    generation: int
-    slot: int
-    pinned: bool
-    bytes: int
-    valid: bool
-    problem: str | None
 
 
 @dataclass(frozen=True)
