@@ -105,9 +105,11 @@ class Agent:
                     self._changed()
 
     async def _keep_lease(self) -> None:
+        """Without a leader, or without the raylet that it belongs to, an agent is a stray: nobody can reach it to end it."""
+        raylet = os.getppid()
         while not self._closed:
-            await asyncio.sleep(1.0)
-            if time.monotonic() - self.led_at > LEASE_S:
+            await asyncio.sleep(LOOK_S)
+            if time.monotonic() - self.led_at > LEASE_S or os.getppid() != raylet:
                 await self._close()
                 os._exit(0)
 

@@ -179,7 +179,7 @@ class Job:
     def assert_nothing_left(self) -> None:
         """No process and no shared memory of the job."""
         wait_for("no process is left", lambda: not self.processes(), 10)
-        assert not list(SHM.glob(f"**/{self.id}*"))
+        wait_for("no shared memory is left", lambda: not list(SHM.glob(f"**/{self.id}*")), 10)
 
     def actors(self, kind: str) -> list[int]:
         """Pids of Ray actors in this server's cluster: kind is Coordinator or Agent. One job runs at a time in these tests."""
