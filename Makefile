@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 
 setup: $(VENV)/.all  ## everything that demo, test, check and bench need
 
-demo: $(VENV)/.demo  ## a training job, a real kill -9, and the recovery; under two minutes
+demo: $(VENV)/.demo  ## a training job, a real kill -9, the recovery, and the same job unbroken for comparison; under two minutes
 	$(BIN)/keepstep demo
 
 test: $(VENV)/.all  ## all tests but the slow ones; those with a real cluster one at a time

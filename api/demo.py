@@ -1,4 +1,6 @@
-"""`keepstep demo`: a real training job on this machine, a real kill -9 of one of its processes, and the recovery, for people to watch.
+"""`keepstep demo`: a real training job, a real kill -9 of one of its processes, the recovery, and the proof that it was exact.
+
+The same job is run again without a kill: both must end with the same weights, bit for bit, or the demo fails.
 
 Invariant: whatever happens (an error, Ctrl-C, a timeout), nothing of it keeps running and its temporary state folder is removed; the
 folder is kept only when something of it could not be ended, and then the user is told.
@@ -17,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ KILL_AT = 100
 LIMIT_S = 300
 SHOW_EVERY = 50
 STEP_LINE = re.compile(r"step=(\d+) loss=([\d.]+)")
+WEIGHTS_LINE = re.compile(r"weights=([0-9a-f]{64})")
 OWN = ("KEEPSTEP_SERVER", "KEEPSTEP_TOKEN", "KEEPSTEP_DATABASE_URL", "KEEPSTEP_RAY_ADDRESS", "KEEPSTEP_STORAGE")
 
 
@@ -46,7 +50,7 @@ class NotEnded(Exception):
 
 
 def run() -> int:
-    """Exit code: 0 when the job lost a rank and ended as if nothing had happened, 1 otherwise, 130 after Ctrl-C."""
+    """Exit code: 0 when the job lost a rank and ended with the weights of an unbroken run, 1 otherwise, 130 after Ctrl-C."""
     console = Console(highlight=False)
     if not EXAMPLE.is_file():
         console.print(f"the demo needs the examples of the repository ({EXAMPLE} is missing)")
@@ -56,7 +60,7 @@ def run() -> int:
     folder = Path(tempfile.mkdtemp(prefix="keepstep-demo-"))
     try:
         with _signals(), _server(folder, console) as client:
-            _Show(client, console).play()
+            _play(client, console)
         return 0
     except NotEnded as error:
         console.print(f"[red]something still runs:[/] {escape(str(error))}\nend it with: keepstep down --state-dir {folder}")
@@ -130,53 +134,103 @@ def _server(folder: Path, console: Console) -> Iterator[Client]:
         shutil.rmtree(folder)
 
 
-class _Show:
-    """One run of the example; keeps what it has seen."""
+@dataclass(frozen=True)
+class Trained:
+    """What one run of the example left: the hash of its weights, what it wrote, and how it went."""
 
-    def __init__(self, client: Client, console: Console) -> None:
-        self._client, self._console = client, console
+    weights: str | None
+    text: str
+    again: int
+    incidents: list[dict[str, Any]]
+
+
+def require_equal(interrupted: Trained, unbroken: Trained) -> None:
+    """Raises DemoFailed unless one run recovered from the kill, the other met nothing, and both end with the same weights."""
+    if not any(i["recovery_seconds"] is not None for i in interrupted.incidents):
+        raise DemoFailed("the kill left no recovered incident")
+    if unbroken.incidents:
+        raise DemoFailed(f"the run without a kill did not stay unbroken: {unbroken.incidents[0]['message']}")
+    if interrupted.weights is None or unbroken.weights is None:
+        raise DemoFailed("a run ended without the hash of its weights")
+    if interrupted.weights != unbroken.weights:
+        raise DemoFailed(f"the weights differ: {interrupted.weights} with the kill, {unbroken.weights} without it")
+
+
+def _play(client: Client, console: Console) -> None:
+    interrupted = _Training(client, console, "interrupted", kill_at=KILL_AT).follow()
+    unbroken = _Training(client, console, "unbroken", kill_at=None).follow()
+    require_equal(interrupted, unbroken)
+    lost = sum(i["recovery_seconds"] or 0.0 for i in interrupted.incidents)
+    console.print("[bold]6.[/] what the trained model writes, and the SHA-256 of its weights:\n")
+    console.print(interrupted.text, style="cyan", markup=False)
+    console.print(f"\n   interrupted   {interrupted.weights}\n   unbroken      {unbroken.weights}", soft_wrap=True)
+    console.print(
+        f"\n[bold green]EQUAL, bit for bit.[/] The kill cost {lost:.2f} s and {_steps(interrupted.again)} done again; "
+        "nobody had to do anything.",
+        soft_wrap=True,
+    )
+
+
+class _Training:
+    """One run of the example, shown while it goes; with ``kill_at``, rank 1 is killed once that step is finished."""
+
+    def __init__(self, client: Client, console: Console, name: str, kill_at: int | None) -> None:
+        self._client, self._console, self._name, self._kill_at = client, console, name, kill_at
+        self._job = ""
         self._steps: list[int] = []
-        self._killed_at: int | None = None
-        self._incident: dict[str, Any] | None = None
-        self._sample: list[str] = []
+        self._killed = self._told = False
+        self._weights: str | None = None
+        self._written: list[str] = []
 
-    def play(self) -> None:
+    def follow(self) -> Trained:
         spec, code = jobfile.read(EXAMPLE)
-        spec["command"] = ["python", "train.py", "--steps", str(STEPS)]
-        job = self._client.submit(jobfile.with_bundle(self._client, spec, code))
-        self._console.print(f"[bold]2.[/] keepstep submit -f {EXAMPLE.parent.name}/{EXAMPLE.name}   ({job['id']}: PyTorch DDP, 2 nodes)")
-        started = time.monotonic()
+        spec |= {"name": self._name, "command": ["python", "train.py", "--steps", str(STEPS)]}
+        self._job = self._client.submit(jobfile.with_bundle(self._client, spec, code))["id"]
+        number, kind = ("2", "PyTorch DDP on 2 nodes") if self._kill_at else ("5", "the same, undisturbed")
+        self._console.print(
+            f"[bold]{number}.[/] keepstep submit -f {EXAMPLE.parent.name}/{EXAMPLE.name}   ({self._job}: {kind})", soft_wrap=True
+        )
         columns = (TextColumn("   step"), MofNCompleteColumn(), BarColumn(), TextColumn("loss {task.fields[loss]}"))
         with Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal) as progress:
             task = progress.add_task("", total=STEPS, loss="-")
-            for event in self._client.follow(ref_path(job["id"], "logs"), None, rank=0):
+            for event in self._client.follow(ref_path(self._job, "logs"), None, rank=0):
                 if event.kind == "log" and (found := STEP_LINE.search(event.data["text"])):
                     progress.update(task, completed=int(found[1]), loss=found[2])
-                    self._step(job["id"], int(found[1]), found[2], event)
-                elif event.kind == "log" and self._steps and not event.data["text"].startswith("weights="):
-                    self._sample.append(event.data["text"])
-        self._summary(self._client.get(ref_path(job["id"])), time.monotonic() - started)
+                    self._step(int(found[1]), found[2], event)
+                elif event.kind == "log" and self._steps:
+                    self._last_words(event.data["text"])
+        return self._ended()
 
-    def _step(self, job_id: str, step: int, loss: str, event: LogEvent) -> None:
+    def _step(self, step: int, loss: str, event: LogEvent) -> None:
         self._steps.append(step)
-        self._sample.clear()
+        self._weights = None
+        self._written.clear()
         if step % SHOW_EVERY == 0 or step == 1:
             self._console.print(f"   step {step:4d}   loss {loss}   generation {event.data['generation']}")
-        if self._killed_at is None and step >= KILL_AT:
-            self._kill(job_id, step)
-        elif self._killed_at is not None and self._incident is None and event.data["generation"] > 0:
-            self._find_incident(job_id)
+        if self._kill_at is not None and not self._killed and step >= self._kill_at:
+            self._kill(step)
+        elif self._killed and not self._told and event.data["generation"] > 0:
+            self._tell_recovery()
 
-    def _kill(self, job_id: str, step: int) -> None:
-        victim = next(rank for rank in self._client.every(ref_path(job_id, "ranks")) if rank["rank"] == 1)
+    def _last_words(self, text: str) -> None:
+        if found := WEIGHTS_LINE.search(text):
+            self._weights = found[1]
+        else:
+            self._written.append(text)
+
+    def _kill(self, step: int) -> None:
+        victim = next(rank for rank in self._client.every(ref_path(self._job, "ranks")) if rank["rank"] == 1)
         os.kill(victim["pid"], signal.SIGKILL)
-        self._killed_at = step
+        self._killed = True
         self._console.print(f"[bold]3.[/] [red]kill -9 {victim['pid']}[/]   (rank 1, in the middle of the run, at step {step})")
 
-    def _find_incident(self, job_id: str) -> None:
-        for incident in self._client.every(ref_path(job_id, "incidents")):
+    def _incidents(self) -> list[dict[str, Any]]:
+        return list(self._client.every(ref_path(self._job, "incidents")))
+
+    def _tell_recovery(self) -> None:
+        for incident in self._incidents():
             if incident["recovery_seconds"] is not None:
-                self._incident = incident
+                self._told = True
                 phases = ", ".join(f"{name} {ms:.0f}" for name, ms in incident["phases_ms"].items())
                 seconds, again = incident["recovery_seconds"], _steps(incident["lost_steps"])
                 self._console.print(
@@ -184,23 +238,16 @@ class _Show:
                     f"state from {incident['restored_from']}\n   {escape(incident['message'])}\n   phases in ms: {phases}"
                 )
 
-    def _summary(self, job: dict[str, Any], seconds: float) -> None:
+    def _ended(self) -> Trained:
+        job = self._client.get(ref_path(self._job))
         if job["state"] != "SUCCEEDED":
             raise DemoFailed(f"the job ended as {job['state']}: {job['message']}")
-        if self._incident is None:
-            self._find_incident(job["id"])
-        if self._incident is None:
-            raise DemoFailed("the kill left no recovered incident")
+        if self._killed and not self._told:
+            self._tell_recovery()
         missing = sorted(set(range(1, STEPS + 1)) - set(self._steps))
         if missing:
             raise DemoFailed(f"steps {missing[:10]} were never finished")
-        again = len(self._steps) - STEPS
-        self._console.print("[bold]5.[/] what the trained model writes:\n")
-        self._console.print("".join(self._sample).strip(), style="cyan", markup=False)
-        self._console.print(
-            f"\n[bold]SUCCEEDED[/] in {seconds:.0f} s: all {STEPS} steps finished, {again or 'none'} of them twice, "
-            f"down for {self._incident['recovery_seconds']:.2f} s, nobody had to do anything."
-        )
+        return Trained(self._weights, "".join(self._written).strip(), len(self._steps) - STEPS, self._incidents())
 
 
 def _steps(count: int | None) -> str:
