@@ -184,7 +184,8 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Holding:
-    """A complete snapshot of one rank in the shared memory of its node; ``valid`` is False when it was verified and does not hold."""
+    """A complete snapshot of one rank in the shared memory of its node. A part is not valid when it was verified and does not hold:
+    ``shared`` is what all ranks hold equal, so another node's replica can stand in for it; ``own`` is the rank's alone."""
 
     rank: int
     step: int
@@ -192,8 +193,13 @@ class Holding:
     slot: int
     pinned: bool
     bytes: int
-    valid: bool
+    shared_valid: bool
+    own_valid: bool
     problem: str | None = None
+
+    @property
+    def valid(self) -> bool:
+        return self.shared_valid and self.own_valid
 
 
 @dataclass(frozen=True)

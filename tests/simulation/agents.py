@@ -104,7 +104,7 @@ class SimAgent:
             generation=self.generation,
             stopped=stopped,
             ranks=tuple(self._report(rank) for rank in self.ranks),
-            holdings=() if self.snapshot is None else tuple(Holding(r, self.snapshot, self.generation, 0, False, 1, True) for r in held),
+            holdings=tuple(Holding(r, self.snapshot, self.generation, 0, False, 1, True, True) for r in held if self.snapshot is not None),
             staged=dict(self.staged),
             pinned={},
             metrics={},

@@ -14,6 +14,7 @@ import torch
 
 from workers.checkpoint.reader import read_snapshot
 from workers.checkpoint.slots import (
+    AT_PINNED,
     AT_STATE,
     HEADER,
     WRITING,
@@ -101,13 +102,13 @@ def test_killed_in_mid_copy(shm: Path) -> None:
         slot = snapshots._slots[1]
         fill = slot.fill
 
-        def stuck(header: Any, arrays: Any, meta: bytes) -> None:
+        def stuck(header: Any, arrays: Any, texts: Any) -> None:
             def copy(_: Any) -> None:
                 os.write(told, b"x")
                 signal.pause()
 
             slot._copy = copy
-            fill(header, arrays, meta)
+            fill(header, arrays, texts)
 
         slot.fill = stuck  # type: ignore[method-assign]
         snapshots.write(2, *state(2), pin=False)
@@ -137,18 +138,41 @@ def test_newer_than_the_restored_step_is_void(shm: Path) -> None:
     assert steps(shm) == {1: True, 2: True}
 
 
-@pytest.mark.parametrize("at", [HEADER + 3, HEADER + 700, -200])
-def test_flipped_byte_is_found(shm: Path, at: int) -> None:
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("part", ["shared", "own"])
+def test_flipped_byte_is_found_in_its_part(shm: Path, part: str, place: int) -> None:
+    """In the arrays and in the description of each part; the other part still serves."""
     writer(shm).write(1, *state(1), pin=False)
     path = slot_path(shm, 0, 0)
     header = read_header(path)
     assert header is not None
-    end = HEADER + header.body + header.meta
-    flip(path, at if at > 0 else end + at)
-    (holding,) = holdings(shm, [0], verify=True)
-    assert not holding.valid
-    assert "checksum of step 1" in (holding.problem or "")
-    assert steps(shm, verify=False) == {1: True}
+    section = (header.shared_sections() if part == "shared" else header.own_sections())[place]
+    for at in (section.start, (section.start + section.stop) // 2, section.stop - 1):
+        flip(path, at)
+        (holding,) = holdings(shm, [0], verify=True)
+        assert (holding.valid, holding.shared_valid, holding.own_valid) == (False, part == "own", part == "shared")
+        assert f"checksum of the {part} part of step 1" in (holding.problem or "")
+        assert steps(shm, verify=False) == {1: True}
+        flip(path, at)
+    assert steps(shm) == {1: True}
+
+
+def test_flipped_byte_of_the_header_is_found(shm: Path) -> None:
+    """No byte of it gives the bytes of one step out as another's; only the pin may differ."""
+    snapshots = writer(shm)
+    for step in (1, 2):
+        snapshots.write(step, *state(step), pin=False)
+    path = slot_path(shm, 0, 1)
+    sound = path.read_bytes()
+    for at in range(len(snapshots._slots[1].header.pack())):
+        flip(path, at)
+        found = [(h.step, h.valid) for h in holdings(shm, [0], verify=False)]
+        assert found[0] == (1, True)
+        assert [f for f in found[1:] if f[1]] == ([(2, True)] if AT_PINNED <= at < AT_PINNED + 4 else [])
+        after = writer(shm, restored=1)
+        after.write(2, *state(2), pin=False)
+        assert steps(shm) == {1: True, 2: True}
+        path.write_bytes(sound)
 
 
 @pytest.mark.parametrize("size", [0, 100, HEADER, HEADER + 600])

@@ -107,7 +107,7 @@ def error(type: str, message: str = "", place: str = "train.py:9 in step") -> Er
 
 
 def held(number: int, step: int, valid: bool = True) -> Holding:
-    return Holding(number, step, GENERATION, 0, False, 8, valid)
+    return Holding(number, step, GENERATION, 0, False, 8, valid, valid)
 
 
 def status(index: int, *ranks: RankReport, **changes: Any) -> AgentStatus:

@@ -32,11 +32,11 @@ def read_snapshot(shm: Path, rank: int, local_ranks: Sequence[int], step: int) -
     with ExitStack() as stack:
         slots = {r: stack.enter_context(open_slot(shm, r, step)) for r in local_ranks}
         arrays: dict[str, memoryview] = {}
-        for r, slot in slots.items():
-            arrays.update({path: data for path, data in locate(slot.body).items() if r == rank or path.startswith("shared")})
-        meta = slots[rank].meta
-        shared = _assemble(Tree(meta["shared"], meta["shared_leaves"]), arrays)
-        own = _assemble(Tree(meta["own"], meta["own_leaves"]), arrays)
+        for slot in slots.values():
+            arrays.update(slot.shared.arrays)
+        mine = slots[rank]
+        shared = _assemble(mine.shared.tree, arrays)
+        own = _assemble(mine.own.tree, mine.own.arrays)
     return Restored(step, shared, own)
 
 

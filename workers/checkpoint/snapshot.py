@@ -17,9 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
-from workers.checkpoint.layout import Layout, lay_out, partition, spec_json
+from workers.checkpoint.layout import ALIGN, Layout, lay_out, partition, spec_json
 from workers.checkpoint.slots import (
     AT_PINNED,
     AT_STATE,
@@ -29,6 +27,7 @@ from workers.checkpoint.slots import (
     SLOTS,
     WRITING,
     Header,
+    checksum,
     discard_newer,
     parse_header,
     read_header,
@@ -36,7 +35,6 @@ from workers.checkpoint.slots import (
 )
 from workers.checkpoint.tree import LeafSpec, flatten, numpy_type, spec_of
 
-FORMAT = 1
 _SPARE = 64 * 1024  # room for a description that grows, bytes
 _WORD = struct.Struct("<I")
 
@@ -64,13 +62,29 @@ class Written:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What lies where, valid while the arrays keep their paths, types and shapes."""
+    """What lies where, valid while the arrays keep their paths, types and shapes. Each of the two: of the shared part, the own part."""
 
     signature: list[Any]
     picks: tuple[int, ...]  # indices into shared + own arrays that this rank writes
     specs: tuple[LeafSpec, ...]  # of the picks
-    layout: Layout
-    tables: str  # JSON of the leaf tables of both trees
+    layouts: tuple[Layout, Layout]
+    tables: tuple[str, str]  # JSON of the leaf tables of both trees
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of both images; the second begins aligned."""
+        shared, own = (layout.size for layout in self.layouts)
+        return shared + -shared % ALIGN, own
+
+    @property
+    def bases(self) -> tuple[int, int]:
+        """Where both images begin in the file."""
+        return HEADER, HEADER + self.sizes[0]
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where each pick lies in the file."""
+        return [base + at for base, layout in zip(self.bases, self.layouts, strict=True) for at in layout.offsets]
 
 
 class _Slot:
@@ -102,8 +116,9 @@ class _Slot:
             cold = self._map(size)
         if self._plan is not plan:
             assert self.memory is not None
-            self._copy = copier(self.memory, plan.specs, [HEADER + at for at in plan.layout.offsets])
-            self.memory[HEADER : HEADER + len(plan.layout.prefix)] = plan.layout.prefix
+            self._copy = copier(self.memory, plan.specs, plan.offsets)
+            for base, layout in zip(plan.bases, plan.layouts, strict=True):
+                self.memory[base : base + len(layout.prefix)] = layout.prefix
             self._plan = plan
         return cold
 
@@ -120,16 +135,19 @@ class _Slot:
             os.close(fd)
         return self.capacity > before
 
-    def fill(self, header: Header, arrays: Sequence[Any], meta: bytes) -> None:
+    def fill(self, header: Header, arrays: Sequence[Any], texts: tuple[bytes, bytes]) -> None:
         memory = self.memory
         assert memory is not None
         _put_header(memory, replace(header, state=WRITING, pinned=False))
         self._copy(arrays)
-        end = HEADER + header.body
-        memory[end : end + len(meta)] = meta
-        with memoryview(memory) as view, view[HEADER : end + len(meta)] as content:
-            checksum = xxhash.xxh3_64_intdigest(content)
-        done = replace(header, meta=len(meta), xxh3=checksum)
+        sections = header.shared_sections(), header.own_sections()
+        with memoryview(memory) as view:
+            found = []
+            for (image, place), text in zip(sections, texts, strict=True):
+                memory[place] = text
+                with view[image] as content:
+                    found.append(checksum(content, text))
+        done = replace(header, shared_xxh3=found[0], own_xxh3=found[1])
         _put_header(memory, replace(done, state=WRITING))
         _WORD.pack_into(memory, AT_STATE, COMPLETE)
         self.header = replace(done, state=COMPLETE)
@@ -142,7 +160,7 @@ class SnapshotWriter:
         discard_newer(shm, [place.rank], restored)
         self._place = place
         self._slots = [_Slot(slot_path(shm, place.rank, i)) for i in range(SLOTS)]
-        self._sequence = max(slot.header.sequence for slot in self._slots)
+        self._sequence = max((slot.header.sequence for slot in self._slots if slot.header.sound), default=0)
         self._plan: _Plan | None = None
         self.newest = max((s.header.step for s in self._slots if s.header.complete), default=0)
 
@@ -155,13 +173,14 @@ class SnapshotWriter:
         own_skeleton, own_leaves = flatten(own, "own")
         leaves = shared_leaves + own_leaves
         plan = self._plan_for(leaves, len(shared_leaves))
-        meta = self._meta(step, plan, shared_skeleton, own_skeleton)
+        texts = _describe(shared_skeleton, plan.tables[0]), _describe(own_skeleton, plan.tables[1])
         slot, pinned = self._choose()
-        cold = slot.reserve(HEADER + plan.layout.size + len(meta), plan)
         self._sequence += 1
         pin = pin and not pinned
-        header = Header(COMPLETE, pin, step, self._place.generation, self._sequence, plan.layout.size, len(meta), 0)
-        slot.fill(header, [leaves[i][1] for i in plan.picks], meta)
+        counts = (self._place.world_size, step, self._place.generation, self._sequence)
+        header = Header(COMPLETE, pin, *counts, *plan.sizes, len(texts[0]), len(texts[1]), 0, 0)
+        cold = slot.reserve(header.end, plan)
+        slot.fill(header, [leaves[i][1] for i in plan.picks], texts)
         self.newest = step
         return Written(step, pin, time.perf_counter() - begun, cold)
 
@@ -193,15 +212,15 @@ class SnapshotWriter:
             specs = [spec_of(path, leaf) for path, leaf in leaves]
             owner = partition({s.path: s.size for s in specs[:shared]}, self._place.local_world_size)
             picks = tuple(i for i, s in enumerate(specs) if i >= shared or owner[s.path] == self._place.local_rank)
-            chosen = tuple(specs[i] for i in picks)
-            tables = f'"shared_leaves":{json.dumps(spec_json(specs[:shared]))},"own_leaves":{json.dumps(spec_json(specs[shared:]))}'
-            self._plan = _Plan(signature, picks, chosen, lay_out(chosen), tables)
+            parts = [specs[i] for i in picks if i < shared], specs[shared:]
+            layouts = lay_out(parts[0]), lay_out(parts[1])
+            tables = json.dumps(spec_json(specs[:shared])), json.dumps(spec_json(specs[shared:]))
+            self._plan = _Plan(signature, picks, (*parts[0], *parts[1]), layouts, tables)
         return self._plan
 
-    def _meta(self, step: int, plan: _Plan, shared: Any, own: Any) -> bytes:
-        place = self._place
-        head = f'"format":{FORMAT},"step":{step},"rank":{place.rank},"world_size":{place.world_size}'
-        return f'{{{head},"shared":{json.dumps(shared)},"own":{json.dumps(own)},{plan.tables}}}'.encode()
+
+def _describe(skeleton: Any, table: str) -> bytes:
+    return f'{{"skeleton":{json.dumps(skeleton)},"leaves":{table}}}'.encode()
 
 
 def copier(memory: mmap.mmap, specs: Sequence[LeafSpec], offsets: Sequence[int]) -> Callable[[Sequence[Any]], None]:

@@ -17,14 +17,13 @@ from workers.checkpoint.format import (
     FileEntry,
     Manifest,
     Share,
-    Tree,
     folder_name,
     manifest_bytes,
     merge,
     rank_file,
     shared_file,
 )
-from workers.checkpoint.layout import lay_out, locate, partition, specs_from_json
+from workers.checkpoint.layout import lay_out, partition, specs_from_json
 from workers.checkpoint.slots import open_slot
 from workers.checkpoint.storage import LocalFolder, RemoteFolder, open_folder
 from workers.checkpoint.tree import LeafSpec, StateError
@@ -44,23 +43,21 @@ def write_share(
         raise StateError(f"{folder.url} is committed already; a checkpoint is never overwritten")
     with ExitStack() as stack:
         slots = {rank: stack.enter_context(open_slot(shm, rank, step)) for rank in ranks}
-        arrays = {rank: locate(slot.body) for rank, slot in slots.items()}
-        first = slots[ranks[0]].meta
+        tree = slots[ranks[0]].shared.tree
         for rank, slot in slots.items():
-            if (slot.meta["shared"], slot.meta["shared_leaves"]) != (first["shared"], first["shared_leaves"]):
+            if slot.shared.tree != tree:
                 raise StateError(f"step {step}: ranks {ranks[0]} and {rank} differ in a part that must be equal on all ranks")
-        specs = specs_from_json(first["shared_leaves"])
+        specs = specs_from_json(tree.leaves)
         owner = partition({s.path: s.size for s in specs}, node_count)
         mine = [s for s in specs if owner[s.path] == node_index]
-        shared = {path: data for rank in ranks for path, data in arrays[rank].items() if path.startswith("shared")}
+        shared = {path: data for slot in slots.values() for path, data in slot.shared.arrays.items()}
         files = [_write(folder, shared_file(node_index), mine, shared)] if mine else []
         own = {}
         for rank, slot in slots.items():
-            own[str(rank)] = Tree(slot.meta["own"], slot.meta["own_leaves"])
-            own_specs = specs_from_json(slot.meta["own_leaves"])
+            own[str(rank)] = slot.own.tree
+            own_specs = specs_from_json(slot.own.tree.leaves)
             if own_specs:
-                files.append(_write(folder, rank_file(rank), own_specs, arrays[rank]))
-    tree = Tree(first["shared"], first["shared_leaves"])
+                files.append(_write(folder, rank_file(rank), own_specs, slot.own.arrays))
     where = {s.path: shared_file(node_index) for s in mine}
     return Share(node_index, list(ranks), files, tree, own, where, time.monotonic() - begun)
 
