@@ -8,12 +8,15 @@ the very next batch. Invariant: within an epoch every sample is used once; only 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from workers.checkpoint.tree import StateError, is_torch
 from workers.environment import read_environment
+
+if TYPE_CHECKING:
+    from workers.frameworks.loading import Loader
 
 
 class Batches:
@@ -54,11 +57,11 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of the present epoch, this rank's part of each batch."""
-        epoch, first = self._epoch, self._batch
-        for number in range(first, len(self)):
-            batch = self._take(epoch, number)
+        epoch, numbers = self.rest()
+        for number in numbers:
+            batch = _pick(self._data, self.samples(epoch, number))
             if not self._by_steps:
-                self._advance()
+                self.advance()
             yield batch
 
     def forever(self) -> Iterator[Any]:
@@ -66,13 +69,21 @@ class Batches:
         while True:
             yield from self
 
+    def loader(self, dataset: Any, **options: Any) -> Loader:
+        """A torch DataLoader over ``dataset``, which has as many samples as ``data``; ``options`` as for DataLoader, ``num_workers=2`` and
+        ``collate_fn`` for instance. Iterate it instead of this object: ``for batch in data.loader(dataset, num_workers=2)``; what workers
+        fetched ahead does not count. Raises ValueError naming the argument."""
+        from workers.frameworks.loading import Loader
+
+        return Loader(self, dataset, options)
+
     def dataset(self) -> Any:
         """A tf.data.Dataset of one epoch; each iteration begins at the position that it finds then: the rest of an epoch after a restart,
         whole ones later. For ``fit(data.dataset(), epochs=E, initial_epoch=data.epoch)``."""
         import tensorflow as tf
 
         self._by_steps = True
-        sample = self._take(0, 0)
+        sample = _pick(self._data, self.samples(0, 0))
 
         def signature(array: Any) -> Any:
             return tf.TensorSpec((None, *array.shape[1:]), array.dtype)
@@ -83,7 +94,7 @@ class Batches:
     def step_finished(self) -> None:
         """Called by ``run.step``."""
         if self._by_steps:
-            self._advance()
+            self.advance()
 
     def state_dict(self) -> dict[str, Any]:
         """The position, in samples of all ranks, and what it is a position in."""
@@ -106,16 +117,22 @@ class Batches:
             )
         self._epoch, self._batch = state["epoch"], state["sample"] // self.batch_size
 
-    def _advance(self) -> None:
+    def rest(self) -> tuple[int, range]:
+        """(epoch, the numbers of the batches that are left of it)"""
+        return self._epoch, range(self._batch, len(self))
+
+    def advance(self) -> None:
+        """One more batch has reached the training loop."""
         self._batch += 1
         if self._batch == len(self):
             self._epoch, self._batch = self._epoch + 1, 0
 
-    def _take(self, epoch: int, number: int) -> Any:
+    def samples(self, epoch: int, number: int) -> Any:
+        """The sample numbers of this rank's part of a batch."""
         start = number * self.batch_size
         whole = min(self.batch_size, self.length - start)
         first, last = (start + whole * r // self.world_size for r in (self.rank, self.rank + 1))
-        return _pick(self._data, self._permutation(epoch)[first:last])
+        return self._permutation(epoch)[first:last]
 
     def _permutation(self, epoch: int) -> Any:
         if self._order is None or self._order[0] != epoch:

@@ -24,6 +24,7 @@ from workers.checkpoint.reader import Restored, read_snapshot, read_staged
 from workers.checkpoint.snapshot import SnapshotWriter
 from workers.checkpoint.tree import StateError
 from workers.environment import Environment, read_environment
+from workers.frameworks.plain import refuse
 from workers.messages import RankPhase, Source
 
 _RESERVED = ("step", "source")
@@ -38,6 +39,7 @@ class Framework(Protocol):
 
     def capture(self, parts: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]: ...
     def apply(self, parts: dict[str, Any], shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]: ...
+    def adrift(self, parts: dict[str, Any]) -> bool: ...
     def close(self) -> None: ...
 
 
@@ -62,6 +64,7 @@ class Run:
         self._counters: list[Any] = []  # parts that want to know of each finished step
         self._writer: SnapshotWriter | None = None
         self._phase = RankPhase.START
+        self._owed = False  # a snapshot was due while the ranks were adrift
         self._step_ended: float | None = None
         self._step_seconds = 0.0
         self._told_to_stop = False
@@ -95,6 +98,8 @@ class Run:
         clash = sorted(set(parts) & set(_RESERVED))
         if clash:
             raise StateError(f"restore: a part cannot be named {clash[0]!r}; choose another name")
+        for name, part in parts.items():
+            refuse(name, part)
         begin, source = self._environment.restore, Source.NONE
         with self.phase(RankPhase.RESTORE):
             if begin is not None:
@@ -103,7 +108,7 @@ class Run:
                 parts = self._framework.apply(parts, state.shared, state.own)
                 self.steps, source = state.step, Source(begin.source)
             self._parts = parts
-            self._counters = [part for part in parts.values() if hasattr(part, "step_finished")]
+            self._counters = [part for part in (self._framework, *parts.values()) if hasattr(part, "step_finished")]
             if self._environment.shm:
                 self._writer = SnapshotWriter(self._environment.shm, self._environment.place, self.steps)
         if self._board:
@@ -163,7 +168,10 @@ class Run:
         assert self._board is not None
         every = self._environment.every_steps
         pin = (every is not None and self.steps % every == 0) or self._board.checkpoint_request == self.steps
-        if pin or self._cadence.due(self.steps) or self._agreement.stop_at == self.steps:
+        self._owed = self._owed or self._cadence.due(self.steps)
+        # A rank that runs ahead overwrites the step at which the others still are, so between synchronised steps only pinned ones are kept.
+        if pin or self._agreement.stop_at == self.steps or (self._owed and not self._framework.adrift(self._parts or {})):
+            self._owed = False
             self._snapshot(pin)
 
     def _snapshot(self, pin: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -117,3 +118,67 @@ def test_a_position_in_other_data_is_refused(change: dict[str, int], words: str)
 def test_arrays_of_unequal_length() -> None:
     with pytest.raises(ValueError, match=r"\[3, 4\] samples"):
         Batches((np.zeros(3), np.zeros(4)), 1)
+
+
+class Numbers:
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> tuple[int, float]:
+        return number, random.random()
+
+
+def loaded(workers: int, skip: int, ranks: int = 1) -> list[list[tuple[int, float]]]:
+    """Of each rank the (sample, draw) of one epoch after ``skip`` batches."""
+    found = []
+    for rank in range(ranks):
+        data = Batches(22, 6, seed=2, rank=rank, world_size=ranks)
+        data.load_state_dict(data.state_dict() | {"sample": 6 * skip})
+        loader = data.loader(Numbers(22), num_workers=workers, collate_fn=list)
+        found.append([pair for batch in loader for pair in batch])
+        assert data.epoch == 1
+    return found
+
+
+def test_a_loader_gives_what_batches_give() -> None:
+    data = Batches(22, 6, seed=2, rank=0, world_size=1)
+    assert [pair[0] for pair in loaded(0, 0)[0]] == np.concatenate(list(data)).tolist()
+    assert len(Batches(22, 6, seed=2, rank=0, world_size=1).loader(Numbers(22))) == 4
+
+
+def test_what_a_worker_draws_depends_on_the_sample_only() -> None:
+    (whole,) = loaded(1, 0)
+    assert len({draw for _, draw in whole}) == 22
+    assert loaded(2, 2)[0] == whole[12:]
+    assert sorted(pair for part in loaded(1, 0, ranks=2) for pair in part) == sorted(whole)
+
+
+def test_prefetch_leaves_the_position_and_torchs_generator_alone() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    data = Batches(22, 6, seed=2, rank=0, world_size=1)
+    batches = iter(data.loader(Numbers(22), num_workers=2, prefetch_factor=2))
+    next(batches)
+    assert data.state_dict()["sample"] == 6
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("count", "options", "words"),
+    [(21, {}, "dataset: 21 samples, Batches was made for 22"), (22, {"shuffle": True}, "shuffle: Batches decides it")],
+)
+def test_a_loader_that_contradicts_batches_is_refused(count: int, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Batches(22, 6).loader(Numbers(count), **options)
+
+
+def test_a_dataset_that_can_only_be_iterated_is_refused() -> None:
+    class Stream(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return iter(range(22))
+
+    with pytest.raises(ValueError, match="StatefulDataLoader"):
+        Batches(22, 6).loader(Stream())

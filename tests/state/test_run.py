@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from workers.checkpoint.slots import holdings
 from workers.checkpoint.tree import StateError, flatten
 from workers.environment import BadEnvironment, read_environment
 from workers.frameworks.plain import Plain
+from workers.frameworks.torch import load
 from workers.run import Run
 
 
@@ -55,6 +57,44 @@ def test_random_generators_go_on(shm: Path) -> None:
     other = np.random.default_rng(99)
     again(shm, 1).restore(draw=other)
     assert (random.random(), np.random.rand(), other.random()) == expected
+
+
+def test_a_python_generator_and_numpys_old_one_go_on(shm: Path) -> None:
+    import random
+
+    run, draw, old = rank(shm), random.Random(3), np.random.RandomState(3)
+    run.restore(draw=draw, old=old)
+    draw.random(), old.rand()
+    run.step()
+    expected = (draw.gauss(0, 1), old.rand())
+    other, older = random.Random(99), np.random.RandomState(99)
+    again(shm, 1).restore(draw=other, old=older)
+    assert (other.gauss(0, 1), older.rand()) == expected
+
+
+def test_numpys_state_and_scalars_are_state_a_dataclass_is_refused_at_the_first_save(shm: Path) -> None:
+    @dataclass
+    class Best:
+        loss: float = 1.0
+
+    state = {"numpy": np.random.get_state(), "best": np.float32(0.1), "seen": np.int64(7)}
+    run = rank(shm)
+    run.restore(state=state)
+    run.step()
+    found = again(shm, 1).restore(state=None).state
+    assert (found["best"], type(found["best"]), type(found["seen"])) == (state["best"], np.float32, np.int64)
+    assert np.array_equal(found["numpy"][1], state["numpy"][1])
+    np.random.set_state(found["numpy"])
+    late = rank(shm)
+    late.restore(state={"best": Best()})
+    with pytest.raises(StateError, match=r"own/parts/state/best: a .*Best cannot be saved; keep arrays, numbers"):
+        late.step()
+
+
+def test_a_loader_without_a_position_is_refused_at_once_with_the_remedy() -> None:
+    loader = torch.utils.data.DataLoader([1, 2, 3])
+    with pytest.raises(StateError, match=r"data is a torch DataLoader, which has no position to save; .*Batches.*StatefulDataLoader"):
+        rank(None).restore(data=loader)
 
 
 def test_alone_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,3 +238,16 @@ def test_importing_workers_imports_no_framework() -> None:
     code += "print([m for m in ('ray','torch','tensorflow','keras','jax','sqlalchemy','fastapi','pydantic') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_optimizer_state_wider_than_its_parameter_keeps_its_bits() -> None:
+    def made() -> torch.optim.Optimizer:
+        return torch.optim.SGD([torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))], lr=0.1, momentum=0.9)
+
+    optimizer, other = made(), made()
+    wide = torch.tensor([0.1, 0.2, 0.3])
+    optimizer.state[optimizer.param_groups[0]["params"][0]]["momentum_buffer"] = wide
+    load(other, optimizer.state_dict())
+    found = other.state[other.param_groups[0]["params"][0]]["momentum_buffer"]
+    assert found.dtype == torch.float32
+    assert torch.equal(found, wide)

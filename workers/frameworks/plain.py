@@ -30,6 +30,10 @@ class Plain:
         set_random_state(own["random"])
         return loaded
 
+    def adrift(self, parts: dict[str, Any]) -> bool:
+        """Of steps that no rank waits for we know nothing."""
+        return False
+
     def close(self) -> None:
         """Nothing is open."""
 
@@ -42,6 +46,8 @@ def state_of(part: Any) -> Any:
         return part.bit_generator.state
     if hasattr(part, "get_state") and hasattr(part, "set_state"):  # torch.Generator, numpy.random.RandomState
         return part.get_state()
+    if isinstance(part, random.Random):
+        return _python_state(part.getstate())
     return part
 
 
@@ -53,33 +59,47 @@ def load_into(part: Any, state: Any) -> Any:
         part.bit_generator.state = state
     elif hasattr(part, "get_state") and hasattr(part, "set_state"):
         part.set_state(state)
+    elif isinstance(part, random.Random):
+        part.setstate(_python_tuple(state))
     else:
         return state
     return part
 
 
-def in_place(part: Any) -> bool:
-    """True where ``load_into`` changes the part itself."""
-    return any(hasattr(part, name) for name in ("load_state_dict", "bit_generator", "set_state"))
+def refuse(name: str, part: Any) -> None:
+    """Raises StateError for a part that has a place to go on from but no way to tell it."""
+    data = sys.modules.get("torch.utils.data")
+    if data is not None and isinstance(part, data.DataLoader) and not hasattr(part, "state_dict"):
+        raise StateError(
+            f"restore: {name} is a torch DataLoader, which has no position to save; name data = workers.data.Batches(len(dataset), "
+            "batch_size) and iterate data.loader(dataset, num_workers=...), or use torchdata's StatefulDataLoader"
+        )
 
 
 def random_state() -> dict[str, Any]:
     """The state of Python's generator, and of NumPy's where it was imported."""
-    version, words, gauss = random.getstate()
-    if "numpy" not in sys.modules:
-        return {"python": [version, list(words), gauss]}
-    import numpy as np
-
-    return {"python": [version, np.array(words, dtype=np.uint32), gauss], "numpy": np.random.get_state(legacy=False)}
+    state = {"python": _python_state(random.getstate())}
+    numpy = sys.modules.get("numpy")
+    return state if numpy is None else state | {"numpy": numpy.random.get_state(legacy=False)}
 
 
 def set_random_state(state: dict[str, Any]) -> None:
     try:
-        version, words, gauss = state["python"]
-        random.setstate((version, tuple(int(word) for word in words), gauss))
+        random.setstate(_python_tuple(state["python"]))
         if "numpy" in state:
             import numpy as np
 
             np.random.set_state(state["numpy"])
     except (KeyError, TypeError, ValueError) as error:
         raise StateError(f"the saved state of the random generators cannot be set: {error}") from error
+
+
+def _python_state(state: Any) -> list[Any]:
+    version, words, gauss = state
+    numpy = sys.modules.get("numpy")
+    return [version, list(words) if numpy is None else numpy.array(words, dtype=numpy.uint32), gauss]
+
+
+def _python_tuple(state: Any) -> Any:
+    version, words, gauss = state
+    return version, tuple(int(word) for word in words), gauss

@@ -44,6 +44,10 @@ class TensorFlow:
         set_random_state(own["random"])
         return loaded
 
+    def adrift(self, parts: dict[str, Any]) -> bool:
+        """Replicas are always together."""
+        return False
+
     def close(self) -> None:
         """Nothing is open."""
 

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from workers.agreement import Store
 from workers.checkpoint.snapshot import Place
 from workers.checkpoint.tree import StateError
 from workers.frameworks.plain import load_into, random_state, set_random_state, state_of
+from workers.frameworks.windows import Windows, adrift, parameters, reopen
 
 
 class Torch:
@@ -36,6 +38,7 @@ class Torch:
         # Found at the first capture; a parameter that is added later counts as the rank's own, which is always right.
         self._equal: dict[str, frozenset[str]] | None = None
         self._replicated: set[int] = set()
+        self._windows = Windows()
         if not dist.is_initialized():
             self.store = self._join(place, launched)
 
@@ -62,11 +65,14 @@ class Torch:
                 equal = self._equal.get(name, frozenset())
                 shared[name] = {key: value for key, value in state.items() if key in equal}
                 own[name] = {key: value for key, value in state.items() if key not in equal}
-            elif isinstance(part, torch.optim.Optimizer) and (self._alone or _params(part) <= self._replicated):
+            elif isinstance(part, torch.optim.Optimizer) and (self._alone or {id(p) for p in parameters(part)} <= self._replicated):
                 shared[name] = part.state_dict()
             else:
                 own[name] = state_of(part)
-        return shared, {"parts": own, "random": self._random_state()}
+        rest: dict[str, Any] = {"parts": own, "random": self._random_state()}
+        if window := self._windows.state(parts):
+            rest["window"] = window
+        return shared, rest
 
     def apply(self, parts: dict[str, Any], shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
         """Put the state in place; returns the parts, a plain tree replaced by what was saved. Raises StateError naming the part."""
@@ -77,11 +83,20 @@ class Torch:
                     unwrap(part).load_state_dict(shared.get(name, {}) | own["parts"].get(name, {}))
                     loaded[name] = part
                 else:
-                    loaded[name] = load_into(part, shared[name] if name in shared else own["parts"][name])
+                    loaded[name] = load(part, shared[name] if name in shared else own["parts"][name])
             except (RuntimeError, ValueError, KeyError) as error:
                 raise StateError(f"the saved state does not fit into {name}: {error}") from error
+        if "window" in own:
+            reopen(parts, own["window"])
         self._set_random_state(own["random"])
         return loaded
+
+    def step_finished(self) -> None:
+        self._windows.step_finished()
+
+    def adrift(self, parts: dict[str, Any]) -> bool:
+        """The ranks may be several steps apart now."""
+        return not self._alone and adrift(parts)
 
     def close(self) -> None:
         if self._joined and dist.is_initialized():
@@ -118,5 +133,21 @@ def _uncompiled(module: torch.nn.Module) -> torch.nn.Module:
     return inner
 
 
-def _params(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+def load(part: Any, state: Any) -> Any:
+    """As plain.load_into, in every bit."""
+    loaded = load_into(part, state)
+    if isinstance(part, torch.optim.Optimizer):
+        _keep_types(part, state)
+    elif isinstance(part, DataLoader):
+        part.state_dict()  # makes its iterator now: later it would draw from the generators that are restored last
+    return loaded
+
+
+def _keep_types(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """torch casts floating state to the type of its parameter, which loses bits where an optimizer keeps wider state."""
+    places = [place for group in saved["param_groups"] for place in group["params"]]
+    for place, param in zip(places, parameters(optimizer), strict=True):
+        for key, value in saved["state"].get(place, {}).items():
+            now = optimizer.state[param].get(key)
+            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+                optimizer.state[param][key] = value.to(now.device)

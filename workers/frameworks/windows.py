@@ -1,0 +1,75 @@
+"""What an unfinished accumulation window holds beside the parts, when ``run.step`` is called in the middle of one.
+
+A gradient is used once an optimizer that holds its parameter has stepped; one that was not used since the last ``run.step`` belongs to an
+unfinished window and is state. So a script that steps its optimizer before each ``run.step`` pays nothing. Under ``no_sync`` DDP also
+leaves out the next copy of rank 0's buffers, which is the other half. Invariant: parameters are named by their place in an optimizer that
+is a part, as in its own state_dict.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from workers.checkpoint.tree import StateError
+
+
+class Windows:
+    """Sees every optimizer's steps from the moment it is made."""
+
+    def __init__(self) -> None:
+        self._stepping: dict[int, Optimizer] = {}  # since the last run.step
+        self._stepped: dict[int, Optimizer] = {}  # before it, since the one before
+        register_optimizer_step_post_hook(self._note)
+
+    def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._stepping[id(optimizer)] = optimizer
+
+    def step_finished(self) -> None:
+        self._stepped, self._stepping = self._stepping, {}
+
+    def state(self, parts: dict[str, Any]) -> dict[str, Any]:
+        """Of the window that is open, empty where none is: ``gradients`` by part and place, ``unsynced`` DDP modules."""
+        unsynced = [name for name, ddp in _ddp(parts) if _unsynced(ddp)]
+        gradients = {name: found for name, part in parts.items() if isinstance(part, Optimizer) and (found := self._unused(part))}
+        return {"gradients": gradients, "unsynced": unsynced} if gradients or unsynced else {}
+
+    def _unused(self, optimizer: Optimizer) -> dict[int, torch.Tensor]:
+        if id(optimizer) in self._stepped:
+            return {}
+        used = {id(p) for stepped in self._stepped.values() for p in parameters(stepped)}  # one that wraps another steps inside
+        return {i: p.grad for i, p in enumerate(parameters(optimizer)) if p.grad is not None and id(p) not in used}
+
+
+def adrift(parts: dict[str, Any]) -> bool:
+    """The last backward pass waited for no other rank, so the ranks may be steps apart."""
+    return any(_unsynced(ddp) for _, ddp in _ddp(parts))
+
+
+def reopen(parts: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Go on with the window of ``Windows.state``. Raises StateError where a parameter is missing or has another shape."""
+    for name, ddp in _ddp(parts):
+        ddp.require_forward_param_sync = name not in saved["unsynced"]
+    for name, gradients in saved["gradients"].items():
+        places = parameters(parts[name])
+        for place, gradient in gradients.items():
+            if place >= len(places) or places[place].shape != gradient.shape:
+                raise StateError(f"the saved gradients do not fit into {name}: parameter {place} is missing or has another shape")
+            places[place].grad = torch.empty_like(places[place], dtype=gradient.dtype).copy_(gradient)
+
+
+def parameters(optimizer: Any) -> list[torch.Tensor]:
+    """In the order of its state_dict."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _unsynced(ddp: DistributedDataParallel) -> bool:
+    return not ddp.require_forward_param_sync
+
+
+def _ddp(parts: dict[str, Any]) -> list[tuple[str, DistributedDataParallel]]:
+    found = ((name, getattr(part, "_orig_mod", part)) for name, part in parts.items())
+    return [(name, part) for name, part in found if isinstance(part, DistributedDataParallel)]
