@@ -46,11 +46,10 @@ def roots(storage: str) -> Roots:
     return Roots(jobs=f"{base}/jobs", bundles=f"{base}/bundles")
 
 
-def assemble(store: Store, groups: Groups, nodes: Nodes, clock: Clock, storage: str) -> Control:
-    """The parts over given ports; starts nothing."""
+def assemble(store: Store, groups: Groups, nodes: Nodes, clock: Clock, storage: str, wake: threading.Event) -> Control:
+    """The parts over given ports; starts nothing. ``wake``: set by anyone to have the reconciler's next pass at once."""
     places = roots(storage)
     bundles = Bundles(places.bundles)
-    wake = threading.Event()
     service = Service(store, groups, nodes, clock, wake, bundle_exists=bundles.exists)
     return Control(service, Reconciler(store, groups, nodes, clock, places, wake), store, bundles, places, clock)
 
@@ -101,7 +100,8 @@ def running(settings: Settings, nodes: int | None, gpus_per_node: int) -> Iterat
         stack.callback(_leave, session.disconnect)
         store = SqlStore(open_engine(settings.database_url))
         stack.callback(store.close)
-        control = assemble(store, RayGroups(), RayNodes(clock), clock, settings.storage)
+        wake = threading.Event()
+        control = assemble(store, RayGroups(wake), RayNodes(clock), clock, settings.storage, wake)
         control.reconciler.start()
         stack.callback(control.reconciler.stop, STOP_S)
         yield control

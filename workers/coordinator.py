@@ -53,8 +53,48 @@ def agent_name(key: str, index: int) -> str:
     return f"{key}.agent.{index}"
 
 
+class News:
+    """Counts what the control plane shall hear of at once, without its next poll: another phase, generation or incident."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._known: tuple[object, ...] = ()
+        self._more = asyncio.Event()
+
+    def look(self, group: Group) -> None:
+        known = (group.shown[0], group.generation, len(group.incidents), sum(i.recovered_at is not None for i in group.incidents))
+        if known != self._known:
+            self._known = known
+            self.count += 1
+            self._more.set()
+            self._more = asyncio.Event()
+
+    async def after(self, seen: int) -> int:
+        while self.count <= seen:
+            await self._more.wait()
+        return self.count
+
+
 class NodeGone(Exception):
     """Ray says that the node is not alive."""
+
+
+def make_agent(spec: GroupSpec, index: int) -> Any:
+    """The agent of one node, found or made; whoever comes first makes it. Raises NodeGone."""
+    node = next((n for n in ray.nodes() if n["NodeID"] == spec.nodes[index].node_id), None)
+    if node is None or not node["Alive"]:
+        raise NodeGone(f"node {spec.nodes[index].node_id} has left the cluster")
+    options: dict[str, Any] = {
+        "name": agent_name(spec.key, index),
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "num_cpus": spec.cpus_per_node,
+        "num_gpus": spec.gpus_per_node,
+        "max_restarts": 0,  # Ray reports the death of an actor that it does not restart in 20 ms; we make the next one
+        "max_concurrency": 1000,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(ray.util.get_placement_group(spec.key), placement_group_bundle_index=index),
+    }
+    return ray.remote(Agent).options(**options).remote(spec, index, node["NodeManagerAddress"])
 
 
 class Coordinator:
@@ -75,6 +115,7 @@ class Coordinator:
         self.saver = Saver(spec, self._all, lambda: self.group, self._update)
         self._running: dict[Action, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
+        self._news = News()
         self._tasks = [asyncio.create_task(self._lead())]
 
     # the loop
@@ -127,6 +168,7 @@ class Coordinator:
 
     def _changed(self) -> None:
         self.version += 1
+        self._news.look(self.group)
 
     def _kept(self) -> Kept:
         return Kept(self.term, self.sequence, self.group)
@@ -137,36 +179,14 @@ class Coordinator:
 
     # agents
 
-    def _make_agent(self, index: int) -> Any:
-        options: dict[str, Any] = {
-            "name": agent_name(self.spec.key, index),
-            "lifetime": "detached",
-            "get_if_exists": True,
-            "num_cpus": self.spec.cpus_per_node,
-            "num_gpus": self.spec.gpus_per_node,
-            "max_restarts": 0,  # Ray reports the death of an actor that it does not restart in 20 ms; we make the next one
-            "max_concurrency": 1000,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                ray.util.get_placement_group(self.spec.key), placement_group_bundle_index=index
-            ),
-        }
-        node = next((n for n in ray.nodes() if n["NodeID"] == self.spec.nodes[index].node_id), None)
-        if node is None or not node["Alive"]:
-            raise NodeGone(f"node {self.spec.nodes[index].node_id} has left the cluster")
-        return ray.remote(Agent).options(**options).remote(self.spec, index, node["NodeManagerAddress"])
-
     async def _take_over(self) -> None:
         """Find or make the agents, learn the highest term and the newest kept state, and lead with a term above."""
         answers: dict[int, tuple[AgentStatus, int, Kept | None]] = {}
         started = time.monotonic()
         while len(answers) < len(self.spec.nodes) and not self.closed and self.end_request is None:
-            for node in self.spec.nodes:
-                if node.index not in answers:
-                    try:
-                        self.agents[node.index] = await asyncio.to_thread(self._make_agent, node.index)
-                        answers[node.index] = await asyncio.wait_for(self.agents[node.index].follow.remote(0), 20)
-                    except Exception as error:
-                        _log.warning("agent %s does not answer yet: %s", node.index, error)
+            missing = [n.index for n in self.spec.nodes if n.index not in answers]
+            found = await asyncio.gather(*(self._find_agent(i) for i in missing))
+            answers |= {index: answer for index, answer in zip(missing, found, strict=True) if answer is not None}
             if time.monotonic() - started > 60.0:
                 break
             if len(answers) < len(self.spec.nodes):
@@ -183,6 +203,16 @@ class Coordinator:
             self._heard(index, status)
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(self.agents[index].follow.remote(self.term), 5)
+
+    async def _find_agent(self, index: int) -> tuple[AgentStatus, int, Kept | None] | None:
+        """Its answer to a leader without a term yet."""
+        try:
+            self.agents[index] = await asyncio.to_thread(make_agent, self.spec, index)
+            answer: tuple[AgentStatus, int, Kept | None] = await asyncio.wait_for(self.agents[index].follow.remote(0), 20)
+            return answer
+        except Exception as error:
+            _log.warning("agent %s does not answer yet: %s", index, error)
+            return None
 
     async def _watch(self, index: int) -> None:
         """Poll one agent for ever; make a new one when its process has died."""
@@ -211,7 +241,7 @@ class Coordinator:
 
     async def _replace_agent(self, index: int) -> None:
         try:
-            self.agents[index] = await asyncio.to_thread(self._make_agent, index)
+            self.agents[index] = await asyncio.to_thread(make_agent, self.spec, index)
             status, _, _ = await asyncio.wait_for(self.agents[index].follow.remote(self.term), 5)
             self._heard(index, status)
             self._update(self.group.say(time.time(), "AgentReplaced", f"node {index} has a new agent; its launcher warms up"))
@@ -332,6 +362,10 @@ class Coordinator:
             outcome=group.outcome if phase == GroupPhase.ENDED else None,
             ended_at=group.ended_at,
         )
+
+    async def news(self, seen: int) -> int:
+        """Answers, with a number to ask with the next time, as soon as there is more news than at ``seen``."""
+        return await self._news.after(seen)
 
     async def end(self, grace_s: float) -> None:
         """Idempotent; a later call may only shorten the grace."""

@@ -95,7 +95,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]
     upgrade(engine)
     store = SqlStore(engine)
     nowhere = NoCluster()
-    control = assemble(store, nowhere, nowhere, SystemClock(), str(tmp_path / "storage"))
+    control = assemble(store, nowhere, nowhere, SystemClock(), str(tmp_path / "storage"), threading.Event())
     config = uvicorn.Config(create_app(context_of(control), TOKEN), port=0, log_config=None, timeout_graceful_shutdown=1)
     running = _Thread(config)
     thread = threading.Thread(target=running.run_here)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +30,12 @@ def key_of(job_id: str, attempt: int) -> str:
 
 
 class RayGroups:
-    """Implements orchestrator.ports.Groups over the connection of adapters.ray.session."""
+    """Implements orchestrator.ports.Groups over the connection of adapters.ray.session. ``wake`` is set when a group that was observed has
+    news, so that nobody needs to poll often."""
+
+    def __init__(self, wake: threading.Event) -> None:
+        self._wake = wake
+        self._awaited: dict[tuple[str, int], tuple[Any, int]] = {}  # by group: the call that answers with its news, the news seen before
 
     def observe(self, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], GroupView]:
         return answer(lambda: self._observe(keys), REPORT_S + 3.0)
@@ -39,10 +45,12 @@ class RayGroups:
 
         views: dict[tuple[str, int], GroupView] = {}
         asked: dict[Any, tuple[str, int]] = {}
+        coordinators: dict[tuple[str, int], Any] = {}
         for key in keys:
             coordinator = self._coordinator(key_of(*key))
             if coordinator is not None:
                 asked[coordinator.report.remote()] = key
+                coordinators[key] = coordinator
             else:
                 placed = self._placement_group(key_of(*key)) is not None
                 views[key] = GroupView(Presence.SILENT if placed else Presence.ABSENT)
@@ -52,7 +60,26 @@ class RayGroups:
             if ref in done:
                 with contextlib.suppress(ray.exceptions.RayError):
                     views[key] = GroupView(Presence.PRESENT, ray.get(ref))
+        self._await_news({key: coordinator for key, coordinator in coordinators.items() if views[key].presence is Presence.PRESENT})
         return views
+
+    def _await_news(self, coordinators: dict[tuple[str, int], Any]) -> None:
+        import ray
+
+        awaited: dict[tuple[str, int], tuple[Any, int]] = {}
+        for key, coordinator in coordinators.items():
+            ref, seen = self._awaited.get(key, (None, -1))
+            if ref is not None and not ray.wait([ref], timeout=0)[0]:
+                awaited[key] = (ref, seen)
+                continue
+            try:
+                seen = seen if ref is None else ray.get(ref)
+            except ray.exceptions.RayError:
+                continue  # another coordinator leads now and counts anew; it is asked on the next look
+            ref = coordinator.news.remote(seen)
+            ref.future().add_done_callback(lambda _: self._wake.set())
+            awaited[key] = (ref, seen)
+        self._awaited = awaited
 
     def existing(self) -> set[tuple[str, int]]:
         """(job id, attempt) of every group of which anything exists in Ray."""
@@ -73,7 +100,7 @@ class RayGroups:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        from workers.coordinator import Coordinator, coordinator_name
+        from workers.coordinator import Coordinator, NodeGone, coordinator_name, make_agent
 
         if self._placement_group(spec.key) is None:
             bundle: dict[str, float] = {"CPU": spec.cpus_per_node, "memory": int(spec.memory_gb * _GIB)}
@@ -97,6 +124,9 @@ class RayGroups:
             max_concurrency=1000,
             scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=True) if head else None,
         ).remote(spec)
+        for node in spec.nodes:  # the coordinator would make them, but only once its own process has started
+            with contextlib.suppress(NodeGone):
+                make_agent(spec, node.index)
 
     def end(self, job_id: str, attempt: int, grace_s: float) -> None:
         def ask() -> None:
