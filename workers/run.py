@@ -24,7 +24,6 @@ from workers.checkpoint.reader import Restored, read_snapshot, read_staged
 from workers.checkpoint.snapshot import SnapshotWriter
 from workers.checkpoint.tree import StateError
 from workers.environment import Environment, read_environment
-from workers.frameworks.plain import refuse
 from workers.messages import RankPhase, Source
 
 _RESERVED = ("step", "source")
@@ -37,6 +36,7 @@ class Framework(Protocol):
     strategy: Any
     store: Store | None
 
+    def begin(self, parts: dict[str, Any]) -> None: ...
     def capture(self, parts: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]: ...
     def apply(self, parts: dict[str, Any], shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]: ...
     def adrift(self, parts: dict[str, Any]) -> bool: ...
@@ -98,8 +98,7 @@ class Run:
         clash = sorted(set(parts) & set(_RESERVED))
         if clash:
             raise StateError(f"restore: a part cannot be named {clash[0]!r}; choose another name")
-        for name, part in parts.items():
-            refuse(name, part)
+        self._framework.begin(parts)
         begin, source = self._environment.restore, Source.NONE
         with self.phase(RankPhase.RESTORE):
             if begin is not None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from warm import Warm
 
 
 @pytest.fixture
@@ -24,3 +25,11 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("KEEPSTEP_") or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
+    """A launcher that forks the ranks of tests."""
+    made = Warm(tmp_path_factory.mktemp("warm"))
+    yield made
+    made.close()

@@ -19,14 +19,14 @@ from workers.launcher import MESSAGE_BYTES
 
 
 class Warm:
-    """A launcher for one program, which takes its arguments from the variable ARGS."""
+    """A launcher for all programs that take their arguments from the variable ARGS."""
 
-    def __init__(self, home: Path, program: str) -> None:
+    def __init__(self, home: Path) -> None:
         self.home = home
         self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.link.settimeout(120)
         config = home / "launcher.json"
-        command = ["python", str(PROGRAMS / program)]
+        command = ["python", str(PROGRAMS / "chosen.py")]
         config.write_text(json.dumps({"framework": "pytorch", "command": command, "cwd": str(home), "shm": str(home)}))
         arguments = [sys.executable, "-P", "-m", "workers.launcher", str(theirs.fileno()), str(config)]
         self.process = subprocess.Popen(arguments, pass_fds=[theirs.fileno()], env=CLEAN | QUIET, start_new_session=True)
@@ -40,17 +40,18 @@ class Warm:
         return message
 
     def run(
-        self, shm: Path | None, world_size: int, args: str, expected: Sequence[int], restore: dict[str, Any] | None = None, **variables: str
+        self, shm: Path | None, world_size: int, command: str, expected: Sequence[int], restore: Any = None, **variables: str
     ) -> list[dict[str, str]]:
-        """Start the ranks, wait for all, and give each one's lines; asserts the exit codes. A rank that outlives another's death is killed,
-        as an agent would. ``shm`` None: no snapshots."""
+        """Start the ranks of ``command`` (a program's name and its arguments), wait for all, and give each one's lines; asserts the exit
+        codes. A rank that outlives another's death is killed, as an agent would. ``shm`` None: no snapshots."""
         self.generation += 1
+        program, args = command.split(" ", 1)
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(world_size):
             place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
             env = {name: str(value) for name, value in place.items()}
             env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "ARGS": args}
-            env |= {"TORCHELASTIC_RESTART_COUNT": str(self.generation)}
+            env |= {"TORCHELASTIC_RESTART_COUNT": str(self.generation), "PROGRAM": str(PROGRAMS / program)}
             if shm is not None:
                 env |= {f"KEEPSTEP_{name}": str(value) for name, value in place.items()}
                 env |= {"KEEPSTEP_SNAPSHOT_EVERY": "1", "KEEPSTEP_SHM": str(shm), "KEEPSTEP_GENERATION": str(self.generation)}

@@ -20,6 +20,11 @@ class Plain:
     strategy: Any = None
     store: Store | None = None
 
+    def begin(self, parts: dict[str, Any]) -> None:
+        """Called by ``restore`` before anything is put in place. Raises StateError for a part that cannot be one."""
+        for name, part in parts.items():
+            refuse(name, part)
+
     def capture(self, parts: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """(state equal on all ranks, state of this rank)."""
         return {}, {"parts": {name: state_of(part) for name, part in parts.items()}, "random": random_state()}

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from workers.agreement import Store
 from workers.checkpoint.tree import StateError
-from workers.frameworks.plain import load_into, random_state, set_random_state, state_of
+from workers.frameworks.plain import load_into, random_state, refuse, set_random_state, state_of
 
 
 class TensorFlow:
@@ -26,6 +26,10 @@ class TensorFlow:
         self.strategy: Any = None
         if strategy in (None, "mirrored"):
             self.strategy = tf.distribute.MirroredStrategy(_devices(devices))
+
+    def begin(self, parts: dict[str, Any]) -> None:
+        for name, part in parts.items():
+            refuse(name, part)
 
     def capture(self, parts: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """({}, state of this rank)."""

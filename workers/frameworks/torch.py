@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader
 from workers.agreement import Store
 from workers.checkpoint.snapshot import Place
 from workers.checkpoint.tree import StateError
-from workers.frameworks.plain import load_into, random_state, set_random_state, state_of
+from workers.frameworks.buckets import BucketOrder, bucket_orders
+from workers.frameworks.plain import load_into, random_state, refuse, set_random_state, state_of
 from workers.frameworks.windows import Windows, adrift, parameters, reopen
 
 
@@ -39,6 +40,7 @@ class Torch:
         self._equal: dict[str, frozenset[str]] | None = None
         self._replicated: set[int] = set()
         self._windows = Windows()
+        self._orders: dict[str, BucketOrder] = {}
         if not dist.is_initialized():
             self.store = self._join(place, launched)
 
@@ -52,6 +54,11 @@ class Torch:
         self._joined = True
         found: Store = store
         return found
+
+    def begin(self, parts: dict[str, Any]) -> None:
+        for name, part in parts.items():
+            refuse(name, part)
+        self._orders = bucket_orders(parts)
 
     def capture(self, parts: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """(state equal on all ranks, state of this rank). Tensors are the live ones, not copies."""
@@ -72,6 +79,8 @@ class Torch:
         rest: dict[str, Any] = {"parts": own, "random": self._random_state()}
         if window := self._windows.state(parts):
             rest["window"] = window
+        if orders := {name: order.known for name, order in self._orders.items() if order.known is not None}:
+            rest["buckets"] = orders
         return shared, rest
 
     def apply(self, parts: dict[str, Any], shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -86,6 +95,8 @@ class Torch:
                     loaded[name] = load(part, shared[name] if name in shared else own["parts"][name])
             except (RuntimeError, ValueError, KeyError) as error:
                 raise StateError(f"the saved state does not fit into {name}: {error}") from error
+        for name, order in own.get("buckets", {}).items():
+            self._orders[name].replay(order)
         if "window" in own:
             reopen(parts, own["window"])
         self._set_random_state(own["random"])
@@ -93,6 +104,8 @@ class Torch:
 
     def step_finished(self) -> None:
         self._windows.step_finished()
+        for order in self._orders.values():
+            order.step_finished()
 
     def adrift(self, parts: dict[str, Any]) -> bool:
         """The ranks may be several steps apart now."""
