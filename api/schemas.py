@@ -145,7 +145,7 @@ class IncidentOut(BaseModel):
     attempt: int
     generation: int = Field(description="The generation that failed.")
     at: Time
-    cause: str = Field(description="Stable token: signal, exception, exit_code, hang, agent_lost, node_lost, ...")
+    cause: str = Field(description="Stable token: signal, oom_killed, exception, exit_code, disk_full, hang, agent_lost, node_lost, ...")
     kind: FailureClass = Field(alias="class", description="Who is to blame; decides the budget that paid.")  # "class" is no name in Python
     message: str
     action: str = Field(description="restart_in_place, relaunch or stop.")
@@ -153,7 +153,10 @@ class IncidentOut(BaseModel):
     blamed_node: str | None
     exit_code: int | None
     signal: int | None
-    excerpt: str = Field(description="Last log lines or traceback of the blamed rank.")
+    excerpt: str = Field(description="Last log lines or traceback of the blamed rank; of a hang its Python stack.")
+    stacks: dict[int, str] = Field(
+        description="Of a hang: Python stacks of the ranks and of the processes below them just before they were ended, by rank."
+    )
     drill: str | None = Field(description="The drill that made it, if one did.")
     last_step: int | None
     resumed_step: int | None

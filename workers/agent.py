@@ -21,9 +21,10 @@ from workers.checkpoint.slots import discard_newer, holdings, pinned_steps, unpi
 from workers.checkpoint.writer import write_share
 from workers.group import Kept
 from workers.kept import read_kept, write_kept
-from workers.messages import AgentStatus, GroupSpec, Holding, LaunchOrder, Source
+from workers.messages import AgentStatus, GroupSpec, Holding, LaunchOrder, RankStacks, Source
 from workers.processes import SHM, end_group, remove_shared_memory
 from workers.ranks import Ranks
+from workers.stacks import TAKE_S, take
 from workers.workdir import CannotPrepare, local_path, prepare
 
 BEAT_S = 0.5  # longest silence of a poll
@@ -55,6 +56,8 @@ class Agent:
         self.staging: set[str] = set()
         self.writing: int | None = None
         self.pinned: dict[int, int] = {}
+        self.stacks: tuple[float | None, tuple[RankStacks, ...]] = (None, ())  # the request that they answer
+        self._taking: float | None = None
         self._change = asyncio.Event()
         self._order = asyncio.Lock()  # launch and stop, one after the other
         self._work: Path | None = None
@@ -144,6 +147,11 @@ class Agent:
             pinned=dict(self.pinned),
             metrics=self.ranks.metrics(),
             stuck=tuple(self.stuck),
+            at=time.time(),
+            silent=self.ranks.silent(),
+            quiet=self.ranks.quiet(),
+            stacks_of=self.stacks[0],
+            stacks=self.stacks[1],
             notes=tuple(self.ranks.log_problems),
         )
 
@@ -194,6 +202,7 @@ class Agent:
         kept_step = order.restore.step if order.restore.source == Source.MEMORY else 0
         discard_newer(self.shm, self.ranks.numbers, kept_step)
         self.held = ()
+        self.stacks = (None, ())
         staged = _stage_name(order.restore.url) if order.restore.url else None
         self.ranks.launch(order, staged)
         if self.index == 0 and self.spec.framework == "pytorch":  # the next generation's store listens before it is needed
@@ -234,6 +243,18 @@ class Agent:
     async def terminate(self, term: int) -> AgentStatus:
         self._obey(term)
         self.ranks.terminate()
+        return self.status()
+
+    async def take_stacks(self, term: int, asked_at: float) -> AgentStatus:
+        """Python stacks of all ranks that live here; the answer is in ``stacks``."""
+        self._obey(term)
+        if self._taking != asked_at:
+            self._taking = asked_at
+            taken: tuple[RankStacks, ...] = ()
+            with contextlib.suppress(Exception):
+                taken = await asyncio.wait_for(asyncio.to_thread(take, self.ranks.pids()), TAKE_S + 0.2)
+            self.stacks = (asked_at, taken)
+            self._changed()
         return self.status()
 
     async def stage(self, term: int, url: str) -> AgentStatus:

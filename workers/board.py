@@ -13,6 +13,7 @@ import os
 import struct
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from workers.messages import RankPhase
@@ -24,7 +25,7 @@ RING = 64  # newest finished steps with their times
 _PHASES = tuple(RankPhase)
 _WORD = struct.Struct("<Q")
 _TIME = struct.Struct("<d")
-_STEP = struct.Struct("<Qd")
+_STEP = struct.Struct("<Qdd")  # step, when it was finished, seconds of announced phases before it
 # Offsets of the words.
 _AT_MAGIC, _AT_GENERATION, _AT_PID, _AT_PHASE, _AT_PHASE_AT = 0, 8, 16, 24, 32
 _AT_STEP, _AT_RESTORED, _AT_RESTORED_AT, _AT_STARTED_AT, _AT_ATTACHED = 40, 56, 64, 72, 80
@@ -45,6 +46,7 @@ class BoardView:
     step: int
     step_at: float | None
     steps: tuple[tuple[int, float], ...]  # newest finished steps, oldest first
+    gaps: tuple[float, ...]  # seconds from each of them to the next, without announced phases
     started_at: float
     first_step_at: float | None
     restored: int
@@ -103,9 +105,9 @@ class Board:
         self._put(_AT_RESTORED, step)
         self._put_time(_AT_RESTORED_AT, time.time())
 
-    def finish_step(self, step: int, at: float) -> None:
-        """``step`` (counted from 1) was finished at Unix time ``at``."""
-        _STEP.pack_into(self._memory, _AT_RING + (step % RING) * _STEP.size, step, at)
+    def finish_step(self, step: int, at: float, phases_s: float = 0.0) -> None:
+        """``step`` (counted from 1) was finished at Unix time ``at``; ``phases_s`` of the time since the step before were announced."""
+        _STEP.pack_into(self._memory, _AT_RING + (step % RING) * _STEP.size, step, at, phases_s)
         if not self._get_time(_AT_FIRST_STEP_AT):
             self._put_time(_AT_FIRST_STEP_AT, at)
         self._put(_AT_STEP, step)
@@ -137,7 +139,8 @@ class Board:
     def read(self) -> BoardView:
         step = self._get(_AT_STEP)
         ring = [_STEP.unpack_from(self._memory, _AT_RING + i * _STEP.size) for i in range(RING)]
-        steps = tuple(sorted((s, at) for s, at in ring if 0 < s <= step))
+        found = sorted(entry for entry in ring if 0 < entry[0] <= step)
+        steps = tuple((s, at) for s, at, _ in found)
         return BoardView(
             generation=self._get(_AT_GENERATION),
             pid=self._get(_AT_PID),
@@ -146,6 +149,7 @@ class Board:
             step=step,
             step_at=steps[-1][1] if steps else None,
             steps=steps,
+            gaps=tuple(max(0.0, later[1] - earlier[1] - later[2]) for earlier, later in pairwise(found)),
             started_at=self._get_time(_AT_STARTED_AT),
             first_step_at=self._get_time(_AT_FIRST_STEP_AT) or None,
             restored=self._get(_AT_RESTORED),

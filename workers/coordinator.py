@@ -19,7 +19,9 @@ from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from workers.agent import Agent, StaleLeader
+from workers.clocks import Offset, on_our_clock
 from workers.group import (
+    REPEAT_S,
     Action,
     AgentSeen,
     EndRequest,
@@ -31,11 +33,12 @@ from workers.group import (
     Seen,
     Stage,
     StopRanks,
+    TakeStacks,
     TerminateRanks,
     new_group,
 )
 from workers.messages import AgentStatus, CheckpointFound, GroupPhase, GroupReport, GroupSpec, LaunchOrder, Source, check_schema
-from workers.restart import REPEAT_S, decide
+from workers.restart import decide
 from workers.saving import Saver, read_catalog
 
 _log = logging.getLogger(__name__)
@@ -107,6 +110,7 @@ class Coordinator:
         self.sequence = 0
         self.agents: dict[int, Any] = {}
         self.seen = {n.index: AgentSeen(n.index, None, time.time()) for n in spec.nodes}
+        self._offsets: dict[int, Offset] = {}  # of the nodes' clocks
         self.catalog: tuple[CheckpointFound, ...] | None = None
         self.catalog_problem: str | None = None
         self.final_saved = False
@@ -259,7 +263,10 @@ class Coordinator:
         told = len(known.notes) if known is not None and known.incarnation == status.incarnation else 0
         for rank, text in status.notes[told:]:
             self._update(self.group.say(time.time(), "LogProblem", text, rank))
-        self.seen[index] = AgentSeen(index, status)
+        now = time.time()
+        offsets = self._offsets.setdefault(index, Offset())
+        offsets.heard(status, now)
+        self.seen[index] = AgentSeen(index, on_our_clock(status, offsets.seconds), heard_at=now)
         self._wake.set()
 
     def _missed(self, index: int, died: bool) -> None:
@@ -294,6 +301,8 @@ class Coordinator:
                     await self._all("stop", generation, self._kept())
                 case TerminateRanks():
                     await self._all("terminate")
+                case TakeStacks(asked_at):
+                    await self._all("take_stacks", asked_at)
                 case Launch():
                     await self._launch(action)
                 case ReadCatalog():

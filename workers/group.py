@@ -22,6 +22,9 @@ from workers.messages import (
     RestoreOrder,
 )
 
+AGENT_LOST_S = 3.0  # heartbeats missed for this long: the agent is missing
+AGENT_RETURN_S = 45.0  # the coordinator makes a new agent within this time, else its node counts as lost
+REPEAT_S = 1.0  # how often an action is repeated until its effect is seen
 KEPT_EVENTS = 200
 KEPT_INCIDENTS = 50
 
@@ -92,6 +95,8 @@ class Group:
     failures: tuple[Failure, ...] = ()
     incidents: tuple[Incident, ...] = ()
     recovery: Recovery | None = None
+    stacks_asked_at: float | None = None  # silence was seen then, and the stacks of all ranks asked for
+    not_before: float | None = None  # no generation is launched sooner: failures repeat and gain nothing
     restore: RestoreOrder | None = None
     excluded: tuple[CheckpointFound, ...] = ()  # checkpoints that were read and found bad
     checkpoints: tuple[CheckpointRecord, ...] = ()  # committed by this attempt, oldest first
@@ -124,6 +129,11 @@ class Group:
         return max((c.step for c in self.checkpoints if c.url not in bad), default=None)
 
     @property
+    def backing_off(self) -> bool:
+        """All ranks have ended, and the next start is put off."""
+        return self.doing == Doing.STOPPING and self.recovery is not None and self.recovery.stopped_at is not None
+
+    @property
     def first(self) -> bool:
         """No generation of this attempt has trained yet."""
         return self.started_at is None
@@ -132,6 +142,8 @@ class Group:
     def shown(self) -> tuple[GroupPhase, str, str]:
         """Phase, reason and message for the report."""
         first = self.first and self.recovery is None
+        if self.backing_off:
+            return GroupPhase.RECOVERING, "BackingOff", "the same failure came again without a step gained: the next start waits a little"
         if self.doing == Doing.TRAINING:
             if self.training:
                 return GroupPhase.RUNNING, "Training", f"generation {self.generation} trains"
@@ -159,13 +171,14 @@ def new_group(spec: GroupSpec, now: float) -> Group:
 @dataclass(frozen=True)
 class AgentSeen:
     """One agent as the coordinator sees it. ``missing_since`` is set while it does not answer; ``died``: its process
-    ended, says Ray; ``node_lost``: so did its node."""
+    ended, says Ray; ``node_lost``: so did its node; ``heard_at``: when the status came."""
 
     index: int
     status: AgentStatus | None
     missing_since: float | None = None
     died: bool = False
     node_lost: bool = False
+    heard_at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -191,6 +204,13 @@ class TerminateRanks:
     """SIGTERM to each rank's main process, once."""
 
     generation: int
+
+
+@dataclass(frozen=True)
+class TakeStacks:
+    """Python stacks of all ranks, as evidence before they are ended; ``asked_at`` names the request."""
+
+    asked_at: float
 
 
 @dataclass(frozen=True)
@@ -221,7 +241,7 @@ class SaveFinal:
     generation: int
 
 
-Action = StopRanks | TerminateRanks | Launch | ReadCatalog | Stage | SaveFinal
+Action = StopRanks | TerminateRanks | TakeStacks | Launch | ReadCatalog | Stage | SaveFinal
 
 
 @dataclass(frozen=True)
@@ -232,3 +252,14 @@ class Decision:
     actions: tuple[Action, ...]
     reason: str
     look_again_at: float | None = None
+
+
+def gone_agents(seen: Seen, now: float) -> list[AgentSeen]:
+    """Agents whose process ended, or that missed their heartbeats for too long."""
+    return [a for a in seen.agents if a.died or (a.missing_since is not None and now - a.missing_since >= AGENT_LOST_S)]
+
+
+def ranks_of(group: Group, seen: Seen) -> tuple[RankReport, ...]:
+    """Reports of the ranks of the current generation, by rank."""
+    found = [r for a in seen.agents if a.status for r in a.status.ranks if r.generation == group.generation]
+    return tuple(sorted(found, key=lambda r: r.rank))

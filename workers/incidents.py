@@ -41,6 +41,7 @@ def new_incident(group: Group, verdict: Verdict, node: str | None, now: float, s
         exit_code=verdict.exit_code,
         signal=verdict.signal,
         excerpt=verdict.excerpt[-8192:],
+        stacks=verdict.stacks,
         drill=verdict.drill,
         last_step=max([*steps, restored]) if group.attached else None,
         phases_ms={"detect": round(max(0.0, now - at) * 1000, 3)},

@@ -80,6 +80,11 @@ class LogPump:
         lines = bytes(stream.tail).decode("utf-8", "replace").splitlines()
         return "\n".join(lines[-TAIL_LINES:])
 
+    def progress(self, rank: int) -> object:
+        """Changes whenever the rank prints."""
+        stream = self._streams.get(rank)
+        return None if stream is None else (stream.stored, stream.dropped, stream.lost)
+
     def close(self, rank: int) -> None:
         """Store the rest and end the stream, even if a stray process still holds its other end."""
         stream = self._streams.pop(rank, None)

@@ -40,6 +40,7 @@ class FailureClass(StrEnum):
 
     USER = "user_error"
     OUT_OF_MEMORY = "out_of_memory"
+    DISK_FULL = "disk_full"
     INFRASTRUCTURE = "infrastructure"
     PREEMPTION = "preemption"
     UNKNOWN = "unknown"
@@ -110,6 +111,7 @@ class GroupSpec:
     start_s: float
     hang_s: float | None  # None: auto
     grace_s: float
+    silence_s: float | None = None  # opt-in, for scripts that report no steps: no output and no CPU time for so long is a hang
     first_generation: int = 0  # generations count on over attempts of a job
     prior_failures: tuple[Failure, ...] = ()  # of earlier attempts: budgets survive every restart
     prior_best_step: int | None = None
@@ -145,6 +147,7 @@ class ErrorReport:
     message: str
     traceback: str  # at most 16 KiB, the innermost end kept
     place: str  # "file.py:12 in function": innermost frame of the user's code
+    ours: bool = False  # KeepStep's own, before the first line of the user's
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,8 @@ class RankReport:
     new_step_at: float | None = None  # when it finished the first step that no earlier generation had finished
     failed_at: float | None = None  # its script ended with an exception; the process may still be on its way out
     error: ErrorReport | None = None
+    oom_killed: str | None = None  # how it is known that the kernel killed for memory in its time, part of a sentence
+    disk_full: str | None = None  # which of its folders had no room when it failed, part of a sentence
     tail: str = ""  # last log lines, once it ended other than with 0
 
 
@@ -203,6 +208,26 @@ class Holding:
 
 
 @dataclass(frozen=True)
+class ProcessStack:
+    """The Python stack of a process's main thread, innermost frame first, each as "function (file.py:12)"."""
+
+    pid: int
+    os_state: str | None  # R S D T Z of /proc
+    frames: tuple[str, ...]
+    place: str | None  # innermost frame of the user's own code
+
+
+@dataclass(frozen=True)
+class RankStacks:
+    """The stacks of a rank and of the processes below it, taken from outside; ``text`` holds all threads, or why there is no stack."""
+
+    rank: int
+    own: ProcessStack
+    children: tuple[ProcessStack, ...]
+    text: str
+
+
+@dataclass(frozen=True)
 class AgentStatus:
     """What an agent knows about its node. ``version`` grows with each change within an incarnation."""
 
@@ -219,6 +244,11 @@ class AgentStatus:
     pinned: dict[int, int]  # rank -> step of its pinned snapshot
     metrics: dict[str, float]
     stuck: tuple[int, ...] = ()  # pids that do not end on SIGKILL: the kernel has them
+    at: float | None = None  # the clock of this node when this was told, Unix time
+    silent: dict[int, float] = field(default_factory=dict)  # rank -> seconds since it last showed a step or phase, whatever clocks say
+    quiet: dict[int, float] = field(default_factory=dict)  # rank -> seconds without log output and CPU time; where silence_s asks for it
+    stacks_of: float | None = None  # the request that ``stacks`` answers
+    stacks: tuple[RankStacks, ...] = ()
     notes: tuple[tuple[int, str], ...] = ()  # (rank, sentence) that the user should hear, oldest first
 
 
@@ -269,6 +299,7 @@ class Incident:
     exit_code: int | None = None
     signal: int | None = None
     excerpt: str = ""  # last log lines or traceback of the blamed rank, at most 8 KiB
+    stacks: dict[int, str] = field(default_factory=dict)  # of a hang: rank -> Python stacks before the end, within limits of size
     drill: str | None = None
     last_step: int | None = None
     resumed_step: int | None = None

@@ -45,6 +45,20 @@ def end_group(key: str, wait_s: float = 5.0) -> list[int]:
     return []
 
 
+def below(pid: int) -> list[int]:
+    """The processes that a living one has made, with all below them, each parent before its children."""
+    found: list[int] = []
+    left = [pid]
+    while left:
+        one = left.pop(0)
+        with contextlib.suppress(OSError):
+            for task in os.listdir(f"/proc/{one}/task"):
+                with contextlib.suppress(OSError), open(f"/proc/{one}/task/{task}/children", "rb") as file:
+                    left += map(int, file.read().split())
+        found.append(one)
+    return found[1:]
+
+
 def os_state(pid: int) -> str | None:
     """R, S, D, T or Z as in /proc; None when it is gone."""
     try:

@@ -24,6 +24,8 @@ from workers.messages import ErrorReport
 
 DRILL_EXIT_SIGNAL = signal.SIGRTMIN + 1  # its handler is libc's _exit, so the process ends with this number as exit code
 TRACEBACK_BYTES = 16_384
+CANNOT_START = 125  # exit code of a rank whose own setup failed
+_PR_SET_PTRACER = 0x59616D61
 
 
 def run_rank(config: dict[str, Any], order: dict[str, Any], log: int) -> int:
@@ -33,12 +35,20 @@ def run_rank(config: dict[str, Any], order: dict[str, Any], log: int) -> int:
     os.environ.update(order["env"])
     shm = Path(config["shm"])
     rank = int(order["rank"])
-    board = Board.create(shm / f"board-{rank}", order["generation"], os.getpid())
-    os.chdir(config["cwd"])
+    error_file = shm / f"error-{rank}.json"
+    try:
+        board = Board.create(shm / f"board-{rank}", order["generation"], os.getpid())
+        os.chdir(config["cwd"])
+    except OSError as error:  # not of the user's making: nothing of theirs has run
+        message = f"the rank's own folders cannot be used: {error}"
+        print(f"keepstep: {message}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            _write(error_file, ErrorReport(type(error).__name__, message, message, "before the first line", ours=True))
+        return CANNOT_START
+    _allow_stacks()
     _arm_exit_drill()
     if "numpy" in sys.modules:  # every process starts with entropy of its own, as without a fork
         sys.modules["numpy"].random.seed()
-    error_file = shm / f"error-{rank}.json"
     command: list[str] = config["command"]
     program = parse_python(command)
     if program is None:
@@ -104,6 +114,11 @@ def _take_streams(log: int) -> None:
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def _allow_stacks() -> None:
+    """Where Yama restricts it, only ancestors may read a process; the agent's py-spy is none."""
+    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)
 
 
 def _arm_exit_drill() -> None:

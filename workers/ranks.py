@@ -15,20 +15,23 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from workers.board import Board
+from workers.disks import full
 from workers.environ import launcher_environment, rank_environment
 from workers.launcher import MESSAGE_BYTES
 from workers.logs import LogPump, log_name
 from workers.messages import ErrorReport, GroupSpec, LaunchOrder, RankReport, RankState
 from workers.processes import end_group, os_state
 from workers.rank import DRILL_EXIT_SIGNAL
-from workers.workdir import saved_folder
+from workers.signs import Signs
+from workers.workdir import local_path, saved_folder
 
 STOP_S = 20.0
 EARLY_DEATHS = 3
@@ -39,6 +42,7 @@ class _Rank:
     report: RankReport
     await_step: int
     board: Board | None = None
+    signs: Signs = field(default_factory=Signs)
 
 
 class Ranks:
@@ -89,7 +93,12 @@ class Ranks:
         theirs.close()
         self._link = ours
         self.saved = str(saved_folder(cwd))
+        checkpoints = local_path(self.spec.storage_url)
+        self._folders = [str(cwd), self.saved, *([str(checkpoints)] if checkpoints else []), self._temporary(), str(self.shm)]
         loop.add_reader(ours.fileno(), self._hear)
+
+    def _temporary(self) -> str:
+        return self.spec.env.get("TMPDIR") or tempfile.gettempdir()
 
     def _hear(self) -> None:
         assert self._link is not None
@@ -185,6 +194,8 @@ class Ranks:
             error=self._error(rank),
             tail=tail if code != 0 else tail[-1000:],
             os_state=None,
+            oom_killed=known.signs.oom_killed() if code != 0 else None,
+            disk_full=known.report.disk_full or (full(self._folders) if code > 0 and not known.report.ours else None),
         )
         self._changed()
 
@@ -295,12 +306,31 @@ class Ranks:
         rank = self._ranks.get(0)
         return rank.board.read().metrics if rank is not None and rank.board is not None else {}
 
+    def pids(self) -> dict[int, int]:
+        """Process of each rank that lives."""
+        return {n: r.report.pid for n, r in self._ranks.items() if r.report.ended_at is None and r.report.pid is not None}
+
+    def silent(self) -> dict[int, float]:
+        """Seconds since each rank last showed a step or a phase, as of now."""
+        with contextlib.suppress(OSError, ValueError):
+            for rank in self._ranks.values():
+                if rank.report.ended_at is None:
+                    self._read_board(rank)
+        return {number: rank.signs.silent_s for number, rank in self._ranks.items()}
+
+    def quiet(self) -> dict[int, float]:
+        """Seconds since each living rank last printed or used the CPU; empty where the job does not ask."""
+        living = {n: r for n, r in self._ranks.items() if r.report.ended_at is None}
+        return {n: r.signs.quiet_s for n, r in living.items()} if self.spec.silence_s is not None else {}
+
     def read_boards(self) -> None:
         """Bring the reports up to date; calls ``changed`` for what cannot wait for the next beat."""
         before = [_urgent(r.report) for r in self._ranks.values()]
-        for rank in self._ranks.values():
+        for number, rank in self._ranks.items():
             if rank.report.ended_at is None:
                 self._read_board(rank)
+                if rank.report.pid is not None:
+                    rank.signs.look(rank.report.pid, self._pump.progress(number), self.spec.silence_s is not None)
         if before != [_urgent(r.report) for r in self._ranks.values()]:
             self._changed()
 
@@ -321,7 +351,8 @@ class Ranks:
             rank.board = None
             return
         new = [at for step, at in seen.steps if step >= rank.await_step]
-        gaps = [b - a for (_, a), (_, b) in zip(seen.steps, seen.steps[1:], strict=False)]
+        rank.signs.show((seen.generation, seen.step, seen.phase, seen.phase_at, seen.restored_at, seen.attached, seen.failed_at))
+        failed_now = seen.failed_at is not None and report.failed_at is None
         rank.report = replace(
             report,
             state=RankState.RUNNING if seen.step and report.state == RankState.LAUNCHED else report.state,
@@ -329,8 +360,8 @@ class Ranks:
             phase_at=seen.phase_at,
             step=seen.step or None,
             step_at=seen.step_at,
-            step_seconds=statistics.median(gaps) if gaps else None,
-            step_p99=max(gaps) if gaps else None,
+            step_seconds=statistics.median(seen.gaps) if seen.gaps else None,
+            step_p99=max(seen.gaps) if seen.gaps else None,
             started_at=seen.started_at,
             restored=seen.restored if seen.restored_at else None,
             restored_at=seen.restored_at,
@@ -338,6 +369,7 @@ class Ranks:
             new_step_at=report.new_step_at or (min(new) if new else None),
             failed_at=seen.failed_at,
             error=self._error(report.rank) if seen.failed_at else report.error,
+            disk_full=full(self._folders) if failed_now else report.disk_full,
             attached=seen.attached,
             os_state=os_state(report.pid) if report.pid and report.ended_at is None else None,
         )

@@ -10,7 +10,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from workers.budget import charge
+from workers.ending import close_group, closing, end, ended, finish, lose_group
 from workers.group import (
+    AGENT_RETURN_S,
+    REPEAT_S,
     AgentSeen,
     Decision,
     Doing,
@@ -18,24 +21,24 @@ from workers.group import (
     Launch,
     ReadCatalog,
     Recovery,
-    SaveFinal,
     Seen,
     Stage,
     StopRanks,
+    TakeStacks,
     TerminateRanks,
+    gone_agents,
+    ranks_of,
 )
-from workers.incidents import RELAUNCH, STOP, close_all, new_incident, put, turned
+from workers.hangs import judge_hang
+from workers.incidents import STOP, close_all, new_incident, put, turned
 from workers.messages import CheckpointFound, FailureClass, Outcome, RankReport, RestoreOrder, Source
 from workers.verdict import Verdict, failed, judge, only_secondary, secondary
-from workers.watching import newest_in_memory, settled, silence, training_since
+from workers.watching import Silence, newest_in_memory, settled, silence, training_since
 
 CULPRIT_S = 0.3  # how long to wait for the culprit while only consequences were seen
-AGENT_RETURN_S = 45.0  # the coordinator makes a new agent within this time, else its node counts as lost
-AGENT_LOST_S = 3.0  # heartbeats missed for this long: the agent is missing
 PLACING_S = 120.0
 LAUNCH_S = 60.0
-FINAL_SAVE_S = 900.0
-REPEAT_S = 1.0  # how often an action is repeated until its effect is seen
+STACKS_S = 2.0  # a hang is acted on after this long, with the stacks that have come by then
 
 
 def decide(group: Group, seen: Seen, now: float) -> Decision:
@@ -53,13 +56,13 @@ def decide(group: Group, seen: Seen, now: float) -> Decision:
             group, _ = charge(group, now, verdict)
             incident = new_incident(group, verdict, _node(group, lost.index), now, None)
             group = replace(group, recovery=Recovery(incident, now))
-        return _lost(group, now, "NodeLost", f"node {_node(group, lost.index)} has left the cluster; the job needs another placement")
+        return lose_group(group, now, "NodeLost", f"node {_node(group, lost.index)} has left the cluster; the job needs another placement")
     return _HANDLERS[group.doing](group, seen, now)
 
 
 def _remember(group: Group, seen: Seen) -> Group:
     """Keep the newest rank reports and the best step."""
-    ranks = _ranks(group, seen)
+    ranks = ranks_of(group, seen)
     if not ranks:
         return group
     steps = [r.step for r in ranks if r.step]
@@ -68,25 +71,19 @@ def _remember(group: Group, seen: Seen) -> Group:
     return replace(group, ranks=ranks, best_step=best, attached=attached)
 
 
-def _ranks(group: Group, seen: Seen) -> tuple[RankReport, ...]:
-    """Reports of the ranks of the current generation, by rank."""
-    found = [r for a in seen.agents if a.status for r in a.status.ranks if r.generation == group.generation]
-    return tuple(sorted(found, key=lambda r: r.rank))
-
-
 def _place(group: Group, seen: Seen, now: float) -> Decision:
     if all(a.status is not None and a.missing_since is None for a in seen.agents):
         return decide(group.go(Doing.WARMING, now), seen, now)
     if now - group.since > PLACING_S:
         silent = [a.index for a in seen.agents if a.status is None or a.missing_since is not None]
-        return _lost(group, now, "PlacingTimeout", f"agents {silent} did not answer within {PLACING_S:.0f} s")
+        return lose_group(group, now, "PlacingTimeout", f"agents {silent} did not answer within {PLACING_S:.0f} s")
     return Decision(group, (), "WaitingForAgents", group.since + PLACING_S)
 
 
 def _warm(group: Group, seen: Seen, now: float) -> Decision:
-    gone = _gone(seen, now)
+    gone = gone_agents(seen, now)
     if gone and now - group.since > AGENT_RETURN_S:
-        return _lost(group, now, "NodeLost", f"agent {gone[0].index} on node {_node(group, gone[0].index)} is gone")
+        return lose_group(group, now, "NodeLost", f"agent {gone[0].index} on node {_node(group, gone[0].index)} is gone")
     problems = [(a.index, a.status.problem) for a in seen.agents if a.status and a.status.problem]
     if problems:
         index, problem = problems[0]
@@ -105,7 +102,7 @@ def _start_problem(index: int, problem: str, now: float) -> Verdict:
 
 
 def _locate(group: Group, seen: Seen, now: float) -> Decision:
-    if _gone(seen, now):
+    if gone_agents(seen, now):
         return decide(group.go(Doing.WARMING, now), seen, now)
     if not all(a.status and a.status.stopped for a in seen.agents):
         return Decision(group, (StopRanks(group.generation),), "StoppingRanks", now + REPEAT_S)
@@ -114,7 +111,7 @@ def _locate(group: Group, seen: Seen, now: float) -> Decision:
         return _launch_from(group, seen, now, RestoreOrder(Source.MEMORY, memory))
     if seen.catalog is None:
         if now - group.since > LAUNCH_S:
-            return _lost(group, now, "StorageUnavailable", f"storage cannot be read: {seen.catalog_problem or 'no answer'}")
+            return lose_group(group, now, "StorageUnavailable", f"storage cannot be read: {seen.catalog_problem or 'no answer'}")
         return Decision(group, (ReadCatalog(),), "ReadingCatalog", now + REPEAT_S)
     bad = {c.url for c in group.excluded}
     usable = [c for c in seen.catalog if c.problem is None and c.url not in bad]
@@ -131,7 +128,7 @@ def _locate(group: Group, seen: Seen, now: float) -> Decision:
     if complete_but_bad:
         listed = "; ".join(f"step {c.step}: {c.problem}" for c in complete_but_bad[:10])
         message = f"no checkpoint can be restored, and starting from zero would lose all steps: {listed}"
-        return _close(group, now, Outcome.FAILED, "NoValidCheckpoint", message)
+        return close_group(group, now, Outcome.FAILED, "NoValidCheckpoint", message)
     if group.best_step:
         group = group.say(now, "StartedFromZero", f"no snapshot and no checkpoint exists; {group.best_step} steps are done again")
     return _launch_from(group, seen, now, RestoreOrder(Source.NONE, 0))
@@ -142,7 +139,7 @@ def _stage(group: Group, seen: Seen, now: float) -> Decision:
     assert restore is not None
     assert restore.url is not None
     url = restore.url
-    if _gone(seen, now):
+    if gone_agents(seen, now):
         return decide(group.go(Doing.WARMING, now), seen, now)
     if not all(a.status and a.status.stopped for a in seen.agents):
         return decide(group.go(Doing.LOCATING, now), seen, now)
@@ -155,7 +152,7 @@ def _stage(group: Group, seen: Seen, now: float) -> Decision:
     if len(answers) == len(seen.agents):
         return _launch_from(group, seen, now, restore)
     if now - group.since > group.spec.start_s:
-        return _lost(group, now, "StorageUnavailable", f"{url} was not read within start_s = {group.spec.start_s:.0f} s")
+        return lose_group(group, now, "StorageUnavailable", f"{url} was not read within start_s = {group.spec.start_s:.0f} s")
     return Decision(group, (Stage(url),), "ReadingCheckpoint", now + REPEAT_S)
 
 
@@ -202,7 +199,7 @@ def _launch_timeout(now: float) -> Verdict:
 
 
 def _train(group: Group, seen: Seen, now: float) -> Decision:
-    ranks = tuple(settled(r, now) for r in _ranks(group, seen))
+    ranks = tuple(settled(r, now) for r in ranks_of(group, seen))
     end = group.end
     if end is not None and any(r.ended_at is None for r in ranks):
         group = group.say(now, "EndRequested", f"SIGTERM to all ranks, SIGKILL after {end.grace_s:.0f} s").go(Doing.ENDING, now)
@@ -221,9 +218,10 @@ def _train(group: Group, seen: Seen, now: float) -> Decision:
         return decide(group.go(Doing.FINISHING, now), seen, now)
     if len(ranks) < group.spec.world_size and now - group.since > LAUNCH_S:
         return _fail(group, seen, now, _launch_timeout(now))
-    hang, hang_at = silence(group, ranks, now)
-    if hang is not None:
-        return _fail(group, seen, now, hang)
+    silent, hang_at = silence(group, seen, ranks, now)
+    if silent is not None:
+        return _hang(group, seen, now, ranks, silent)
+    group = replace(group, stacks_asked_at=None)
     if not group.training:
         ready_at = training_since(group, ranks, now)
         if ready_at is not None and ready_at <= now:
@@ -231,6 +229,17 @@ def _train(group: Group, seen: Seen, now: float) -> Decision:
         else:
             return Decision(group, (), "WaitingForFirstStep", min(t for t in (ready_at, hang_at, now + 60.0) if t is not None))
     return Decision(group, (), "Training", hang_at)
+
+
+def _hang(group: Group, seen: Seen, now: float, ranks: tuple[RankReport, ...], silent: Silence) -> Decision:
+    """Evidence first: the stacks of all ranks, for a short while; then the end of the generation."""
+    asked_at = group.stacks_asked_at or now
+    group = replace(group, stacks_asked_at=asked_at)
+    waiting = [a for a in seen.agents if a.status is not None and a.status.stacks_of != asked_at]
+    if waiting and now - asked_at < STACKS_S:
+        return Decision(group, (TakeStacks(asked_at),), "TakingStacks", asked_at + STACKS_S)
+    stacks = {s.rank: s for a in seen.agents if a.status is not None and a.status.stacks_of == asked_at for s in a.status.stacks}
+    return _fail(group, seen, now, judge_hang(ranks, stacks, silent.said, silent.since))
 
 
 def _now_training(group: Group, ranks: tuple[RankReport, ...], now: float) -> Group:
@@ -245,14 +254,9 @@ def _now_training(group: Group, ranks: tuple[RankReport, ...], now: float) -> Gr
     return replace(group, training=True)
 
 
-def _gone(seen: Seen, now: float) -> list[AgentSeen]:
-    """Agents whose process ended, or that missed their heartbeats for too long."""
-    return [a for a in seen.agents if a.died or (a.missing_since is not None and now - a.missing_since >= AGENT_LOST_S)]
-
-
 def _changed(group: Group, seen: Seen, now: float) -> AgentSeen | None:
     """The first agent that is gone or is another process than the one that launched this generation."""
-    gone = _gone(seen, now)
+    gone = gone_agents(seen, now)
     if gone:
         return gone[0]
     return next((a for a in seen.agents if a.status and a.status.incarnation != group.incarnations.get(a.index)), None)
@@ -280,8 +284,8 @@ def _fail(group: Group, seen: Seen, now: float, verdict: Verdict) -> Decision:
     incident = new_incident(group, verdict, node, now, stop_reason[1] if stop_reason else None)
     group = put(group, incident).say(now, "Failure", incident.message, verdict.rank)
     if stop_reason:
-        return _close(group, now, Outcome.FAILED, *stop_reason)
-    group = replace(group.go(Doing.STOPPING, now), recovery=Recovery(incident, now), training=False)
+        return close_group(group, now, Outcome.FAILED, *stop_reason)
+    group = replace(group.go(Doing.STOPPING, now), recovery=Recovery(incident, now), training=False, stacks_asked_at=None)
     return Decision(group, (StopRanks(group.generation),), "Failure", now + REPEAT_S)
 
 
@@ -296,84 +300,33 @@ def _stop_for(group: Group, now: float, verdict: Verdict) -> Decision:
     """The nodes cannot be made ready. In the middle of a recovery that is one more turn of the incident that began it."""
     if group.recovery is not None:
         if verdict.kind != FailureClass.USER:
-            return _lost(group, now, "StartTimeout", verdict.evidence)
+            return lose_group(group, now, "StartTimeout", verdict.evidence)
         incident = turned(group.recovery.incident, STOP, f"then {verdict.evidence}; job stops")
     else:
         incident = new_incident(group, verdict, None, now, verdict.evidence)
     reason = "UserError" if verdict.kind == FailureClass.USER else "StartTimeout"
     group = put(group, incident).say(now, "Failure", incident.message)
-    return _close(group, now, Outcome.FAILED, reason, verdict.evidence)
+    return close_group(group, now, Outcome.FAILED, reason, verdict.evidence)
 
 
 def _stop(group: Group, seen: Seen, now: float) -> Decision:
     """Ranks are being ended; a dead agent is awaited."""
-    gone = _gone(seen, now)
+    gone = gone_agents(seen, now)
     if gone and now - group.since > AGENT_RETURN_S:
         node = _node(group, gone[0].index)
-        return _lost(group, now, "NodeLost", f"agent {gone[0].index} on node {node} did not come back within {AGENT_RETURN_S:.0f} s")
+        return lose_group(group, now, "NodeLost", f"agent {gone[0].index} on node {node} did not come back within {AGENT_RETURN_S:.0f} s")
     if gone or not all(a.status and a.status.stopped for a in seen.agents):
         stuck = [pid for a in seen.agents if a.status for pid in a.status.stuck]
         if stuck and now - group.since > AGENT_RETURN_S:
-            return _lost(group, now, "ProcessesStuck", f"processes {stuck} do not end on SIGKILL; their node needs a restart")
+            return lose_group(group, now, "ProcessesStuck", f"processes {stuck} do not end on SIGKILL; their node needs a restart")
         return Decision(group, (StopRanks(group.generation),), "StoppingRanks", now + REPEAT_S)
     if group.recovery is not None and group.recovery.stopped_at is None:
         group = replace(group, recovery=replace(group.recovery, stopped_at=now))
+    if group.not_before is not None and now < group.not_before:
+        return Decision(group, (), "BackingOff", group.not_before)
     if not all(a.status and a.status.ready for a in seen.agents):
         return decide(group.go(Doing.WARMING, now), seen, now)
     return decide(group.go(Doing.LOCATING, now), seen, now)
-
-
-def _finish(group: Group, seen: Seen, now: float) -> Decision:
-    if seen.final_saved:
-        return _close(group, now, Outcome.SUCCEEDED, "Completed", f"all {group.spec.world_size} ranks ended with 0")
-    left = any(a.node_lost for a in seen.agents) or (_gone(seen, now) and now - group.since > AGENT_RETURN_S)
-    if left or now - group.since > FINAL_SAVE_S:
-        why = "a node with a part of the last state is gone" if left else f"not written within {FINAL_SAVE_S:.0f} s"
-        group = group.say(now, "FinalCheckpointFailed", why)
-        return _close(group, now, Outcome.SUCCEEDED, "Completed", "all ranks ended with 0, the final checkpoint could not be written")
-    return Decision(group, (SaveFinal(group.generation),), "WritingFinalCheckpoint", now + REPEAT_S)
-
-
-def _end(group: Group, seen: Seen, now: float) -> Decision:
-    assert group.end is not None
-    ranks = _ranks(group, seen)
-    all_ended = len(ranks) == group.spec.world_size and all(r.ended_at is not None for r in ranks)
-    if all_ended or now >= group.since + group.end.grace_s:
-        how = "all ranks ended within the grace" if all_ended else f"SIGKILL after {group.end.grace_s:.0f} s of grace"
-        return _close(group.say(now, "GraceOver", how), now, Outcome.STOPPED, "Stopped", "ended on request")
-    return Decision(group, (TerminateRanks(group.generation),), "GraceRunning", min(now + REPEAT_S, group.since + group.end.grace_s))
-
-
-def _lost(group: Group, now: float, reason: str, message: str) -> Decision:
-    if group.recovery is not None:
-        group = put(group, turned(group.recovery.incident, RELAUNCH, f"{message}; another attempt follows"))
-    return _close(group.say(now, reason, message), now, Outcome.LOST, reason, message)
-
-
-def _close(group: Group, now: float, outcome: Outcome, reason: str, message: str) -> Decision:
-    group = group.close(now, outcome, reason, message)
-    return Decision(group, (StopRanks(group.generation),), reason, now + REPEAT_S)
-
-
-def _closing(group: Group, seen: Seen, now: float) -> Decision:
-    present = [a for a in seen.agents if a.status is not None and a not in _gone(seen, now)]
-    patient = now - group.since <= AGENT_RETURN_S
-    if all(a.status and (a.status.stopped or (a.status.stuck and not patient)) for a in present):
-        outcome = group.outcome
-        assert outcome is not None
-        group = replace(group.go(Doing.ENDED, now), ended_at=_ended_at(group, now))
-        return Decision(group.say(now, outcome.capitalize(), group.message), (), group.reason)
-    return Decision(group, (StopRanks(group.generation),), "StoppingRanks", now + REPEAT_S)
-
-
-def _ended_at(group: Group, now: float) -> float:
-    """When the last rank ended, which may be long before a returning control plane hears of it."""
-    ends = [r.ended_at for r in group.ranks if r.ended_at is not None]
-    return max(ends) if ends and len(ends) == len(group.ranks) else now
-
-
-def _ended(group: Group, seen: Seen, now: float) -> Decision:
-    return Decision(group, (), group.reason)
 
 
 _WITHOUT_RANKS = frozenset({Doing.PLACING, Doing.WARMING, Doing.LOCATING, Doing.STAGING, Doing.STOPPING})
@@ -386,8 +339,8 @@ _HANDLERS: dict[Doing, Callable[[Group, Seen, float], Decision]] = {
     Doing.LAUNCHING: _launch,
     Doing.TRAINING: _train,
     Doing.STOPPING: _stop,
-    Doing.FINISHING: _finish,
-    Doing.ENDING: _end,
-    Doing.CLOSING: _closing,
-    Doing.ENDED: _ended,
+    Doing.FINISHING: finish,
+    Doing.ENDING: end,
+    Doing.CLOSING: closing,
+    Doing.ENDED: ended,
 }

@@ -22,7 +22,7 @@ from workers.board import Board
 from workers.checkpoint.cadence import Cadence, decision_at
 from workers.checkpoint.reader import Restored, read_snapshot, read_staged
 from workers.checkpoint.snapshot import SnapshotWriter
-from workers.checkpoint.tree import StateError
+from workers.checkpoint.tree import StateError, StateGone
 from workers.environment import Environment, read_environment
 from workers.messages import RankPhase, Source
 
@@ -67,6 +67,7 @@ class Run:
         self._owed = False  # a snapshot was due while the ranks were adrift
         self._step_ended: float | None = None
         self._step_seconds = 0.0
+        self._phases_s = 0.0  # of announced phases since the last step
         self._told_to_stop = False
         self._failed = False
         if self._board:
@@ -102,7 +103,10 @@ class Run:
         begin, source = self._environment.restore, Source.NONE
         with self.phase(RankPhase.RESTORE):
             if begin is not None:
-                state = self._read(begin.staged)
+                try:
+                    state = self._read(begin.staged)
+                except (StateError, OSError) as error:
+                    raise StateGone(f"restore: the state of step {begin.step} cannot be read: {error}") from error
                 _check_parts(parts, state)
                 parts = self._framework.apply(parts, state.shared, state.own)
                 self.steps, source = state.step, Source(begin.source)
@@ -148,7 +152,8 @@ class Run:
                 self._enter(RankPhase.STEP)
             if values:
                 self._board.metrics({name: _number(name, value) for name, value in values.items()})
-            self._board.finish_step(self.steps, time.time())
+            self._board.finish_step(self.steps, time.time(), self._phases_s)
+            self._phases_s = 0.0
         if self._writer is not None:
             self._snapshot_if_due()
         self._step_ended = time.perf_counter()
@@ -206,11 +211,12 @@ class Run:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Announce work between steps, so that its silence is no hang: ``with run.phase("eval")``; also compile, save, restore."""
-        before = self._phase
+        before, begun = self._phase, time.perf_counter()
         self._enter(RankPhase(name))
         try:
             yield
         finally:
+            self._phases_s += time.perf_counter() - begun
             self._enter(before)
 
     def _enter(self, phase: RankPhase) -> None:

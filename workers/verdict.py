@@ -1,14 +1,14 @@
 """PURE: from the ends of ranks to one true verdict: which rank is to blame, why, and whose budget pays.
 
 Invariants: a signal that we sent is never blamed; an error that only says that a peer is gone is secondary; the first primary failure is
-the cause. Same causes at the same place give equal signatures.
+the cause. Same causes at the same place give equal signatures. Hangs are judged in ``hangs``.
 """
 
 from __future__ import annotations
 
 import signal as signals
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from workers.messages import FailureClass, RankReport
 
@@ -29,7 +29,17 @@ SECONDARY = (
 ADDRESS_IN_USE = ("EADDRINUSE", "Address already in use", "address already in use")
 OUT_OF_MEMORY_TYPES = ("MemoryError", "OutOfMemoryError", "ResourceExhaustedError")
 OUT_OF_MEMORY_WORDS = ("can't allocate memory", "RESOURCE_EXHAUSTED")
+CHILD_KILLED = ("is killed by signal", "exited unexpectedly")  # torch's words for a data loader worker that a signal ended
+DISK_FULL_WORDS = ("No space left on device", "Disk quota exceeded", "[Errno 28]", "[Errno 122]")
+# Errors that a full disk does not make; a full disk beside them is a coincidence.
+NOT_OF_DISKS = (
+    "AssertionError", "AttributeError", "ImportError", "IndexError", "KeyError", "ModuleNotFoundError", "NameError", "NotImplementedError",
+    "SyntaxError", "TypeError", "UnboundLocalError", "ValueError", "ZeroDivisionError",
+)  # fmt: skip
+STALE_STATE_TYPES = ("StateGone",)
 DRILL_EXIT_CODE = int(signals.SIGRTMIN) + 1
+# A shell tells with 128 + n that signal n ended what it ran.
+_BY_SHELL = {128 + n: signals.Signals(n).name for n in (4, 6, 7, 8, 9, 11, 15)}
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,7 @@ class Verdict:
     exit_code: int | None = None
     signal: int | None = None
     drill: str | None = None
+    stacks: dict[int, str] = field(default_factory=dict)
 
 
 def failed(rank: RankReport) -> bool:
@@ -57,8 +68,7 @@ def secondary(rank: RankReport) -> bool:
     """True for an error that only tells that a peer is gone."""
     if not failed(rank) or rank.signal is not None:
         return False
-    said = rank.error.message + rank.error.traceback if rank.error else rank.tail
-    return any(words in said for words in SECONDARY)
+    return _says(rank, SECONDARY)
 
 
 def judge(ranks: Sequence[RankReport]) -> Verdict | None:
@@ -105,18 +115,14 @@ def _early_exit(early: RankReport, victim: RankReport) -> Verdict:
 def _by_signal(rank: RankReport) -> Verdict:
     assert rank.signal is not None
     name = signals.Signals(rank.signal).name if rank.signal in set(signals.Signals) else f"signal {rank.signal}"
-    by = f", sent by drill {rank.drill}" if rank.drill else ""
-    return Verdict(
-        FailureClass.INFRASTRUCTURE,
-        "signal",
-        rank.rank,
-        f"rank {rank.rank} was ended by {name}{by}",
-        f"signal {name} rank {rank.rank}",
-        rank.ended_at or 0.0,
-        excerpt=rank.tail,
-        signal=rank.signal,
-        drill=rank.drill,
-    )
+    kind, cause, signature = FailureClass.INFRASTRUCTURE, "signal", f"signal {name} rank {rank.rank}"
+    how = f", sent by drill {rank.drill}" if rank.drill else ""
+    if rank.signal == signals.SIGKILL and rank.oom_killed is not None and rank.drill != "kill":
+        kind, cause, signature = FailureClass.OUT_OF_MEMORY, "oom_killed", "oom_killed"
+        how = f": {rank.oom_killed}" + (f" (drill {rank.drill})" if rank.drill else "")
+    evidence = f"rank {rank.rank} was ended by {name}{how}"
+    at = rank.ended_at or 0.0
+    return Verdict(kind, cause, rank.rank, evidence, signature, at, rank.tail, signal=rank.signal, drill=rank.drill)
 
 
 def _by_exit(rank: RankReport) -> Verdict:
@@ -127,34 +133,56 @@ def _by_exit(rank: RankReport) -> Verdict:
             FailureClass.INFRASTRUCTURE, "exit_code", rank.rank, evidence, "drill exit", at, rank.tail, rank.exit_code, drill=rank.drill
         )
     error = rank.error
+    said_by = "exception" if error is not None else "exit_code"
+    kind, cause, how = next((k, c, h) for applies, k, c, h in CLASSES if applies(rank))
+    more = how.format(oom_killed=rank.oom_killed, disk=rank.disk_full or "the error says so, though there is room now")
     if error is None:
-        evidence = f"rank {rank.rank} ended with exit code {rank.exit_code}"
-        kind, signature = FailureClass.USER, f"exit code {rank.exit_code} rank {rank.rank}"
-        if any(words in rank.tail for words in ADDRESS_IN_USE):
-            kind = FailureClass.INFRASTRUCTURE
-        elif secondary(rank):
-            kind = FailureClass.UNKNOWN
-        return Verdict(kind, "exit_code", rank.rank, evidence, signature, at, rank.tail, rank.exit_code)
+        by_shell = _BY_SHELL.get(rank.exit_code or 0)
+        told = f": what it ran was ended by {by_shell}" if by_shell else ""
+        evidence = f"rank {rank.rank} ended with exit code {rank.exit_code}{told}{more}"
+        signature = f"{cause or 'exit code'} {rank.exit_code} rank {rank.rank}"
+        return Verdict(kind, cause or said_by, rank.rank, evidence, signature, at, rank.tail, rank.exit_code)
     first_line = error.message.strip().splitlines()[0][:300] if error.message.strip() else ""
-    evidence = f"rank {rank.rank} raised {error.type}: {first_line} ({error.place})"
-    kind = FailureClass.USER
-    if error.type.rsplit(".", 1)[-1] in OUT_OF_MEMORY_TYPES or any(words in error.message for words in OUT_OF_MEMORY_WORDS):
-        kind = FailureClass.OUT_OF_MEMORY
-    elif any(words in error.message for words in ADDRESS_IN_USE):
-        kind = FailureClass.INFRASTRUCTURE  # ports are ours to give
-    elif secondary(rank):
-        kind = FailureClass.UNKNOWN
-    return Verdict(kind, "exception", rank.rank, evidence, f"{error.type} at {error.place}", at, error.traceback[-8192:], rank.exit_code)
+    evidence = f"rank {rank.rank} raised {error.type}: {first_line} ({error.place}){more}"
+    signature = f"{error.type} at {error.place}"
+    return Verdict(kind, cause or said_by, rank.rank, evidence, signature, at, error.traceback[-8192:], rank.exit_code)
 
 
-def judge_hang(ranks: Sequence[RankReport], silent_s: float, limit_s: float) -> Verdict:
-    """Blame for a group that makes no step: a stopped process first, else a rank that left, else the one that is furthest behind."""
-    stopped = [r for r in ranks if r.os_state == "T"]
-    left = [r for r in ranks if r.exit_code == 0]
-    by_step = sorted(ranks, key=lambda r: (r.step or 0, r.step_at or 0.0, r.rank))
-    blamed = (stopped or left or by_step)[0]
-    why = "its process is stopped (SIGSTOP)" if stopped else "it has ended with 0" if left else "it is the furthest behind"
-    since = max(r.step_at or r.phase_at or r.started_at or 0.0 for r in ranks)
-    evidence = f"no step for {silent_s:.1f} s (limit {limit_s:.1f} s, phase {blamed.phase or 'step'}); rank {blamed.rank} is blamed: {why}"
-    kind = FailureClass.INFRASTRUCTURE if blamed.drill or stopped else FailureClass.UNKNOWN
-    return Verdict(kind, "hang", blamed.rank, evidence, f"hang rank {blamed.rank}", since, excerpt=blamed.tail, drill=blamed.drill)
+def _says(rank: RankReport, words: Sequence[str]) -> bool:
+    """In its exception, or where there is none in its last log lines."""
+    said = rank.error.message + rank.error.traceback if rank.error else rank.tail
+    return any(w in said for w in words)
+
+
+def _type_is(rank: RankReport, names: Sequence[str]) -> bool:
+    return rank.error is not None and rank.error.type.rsplit(".", 1)[-1] in names
+
+
+def _message_has(rank: RankReport, words: Sequence[str]) -> bool:
+    return any(w in (rank.error.message if rank.error else rank.tail) for w in words)
+
+
+def _of_disks(rank: RankReport) -> bool:
+    return _message_has(rank, DISK_FULL_WORDS) or (rank.disk_full is not None and not _type_is(rank, NOT_OF_DISKS))
+
+
+# What an end by an exception or an exit code is: the first row that applies. (applies, class, cause where it is not "exception" or
+# "exit_code", what is added to the evidence)
+CLASSES: tuple[tuple[Callable[[RankReport], bool], FailureClass, str | None, str], ...] = (
+    (lambda r: r.error is not None and r.error.ours, FailureClass.INFRASTRUCTURE, "cannot_start", "; nothing of the script ran yet"),
+    (lambda r: _type_is(r, OUT_OF_MEMORY_TYPES), FailureClass.OUT_OF_MEMORY, None, ""),
+    (lambda r: r.error is not None and _message_has(r, OUT_OF_MEMORY_WORDS), FailureClass.OUT_OF_MEMORY, None, ""),
+    (
+        lambda r: r.oom_killed is not None and (r.exit_code == 128 + signals.SIGKILL or _says(r, CHILD_KILLED)),
+        FailureClass.OUT_OF_MEMORY,
+        "oom_killed",
+        ": {oom_killed}",
+    ),
+    (_of_disks, FailureClass.DISK_FULL, "disk_full", "; no room: {disk}"),
+    (lambda r: _message_has(r, ADDRESS_IN_USE), FailureClass.INFRASTRUCTURE, None, "; ports are ours to give"),
+    (lambda r: _type_is(r, STALE_STATE_TYPES), FailureClass.INFRASTRUCTURE, "stale_state", ""),
+    (secondary, FailureClass.UNKNOWN, None, ""),
+    (lambda r: r.error is not None and _says(r, CHILD_KILLED), FailureClass.INFRASTRUCTURE, None, "; a signal ended a process of it"),
+    (lambda r: r.error is None and r.exit_code in _BY_SHELL, FailureClass.INFRASTRUCTURE, None, ""),
+    (lambda r: True, FailureClass.USER, None, ""),
+)

@@ -1,19 +1,21 @@
 """PURE: what boards and snapshots tell: that a generation trains or is silent, how long its recovery took, what memory holds.
 
-Invariant: all times come from where they happened (the rank's board, the launcher's waitpid), never from when they were heard of.
+Invariant: all times come from where they happened (the rank's board, the launcher's waitpid), never from when they were heard of; the
+coordinator has brought them to its own clock.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from workers.group import Group, Seen
-from workers.messages import RankPhase, RankReport
-from workers.verdict import Verdict, judge_hang
+from workers.messages import GroupSpec, RankPhase, RankReport
 
 EXIT_S = 5.0  # a rank whose script raised gets this long to end by itself
 QUIET_S = 1.0  # a script that has not attached this long after its launch reports no steps
 HANG_FLOOR_S, HANG_FACTOR = 10.0, 5.0
+UNHEARD_S = 1.0  # silence grows by no more than this after an agent's last word: it is the agent then that is silent
 
 
 def settled(rank: RankReport, now: float) -> RankReport:
@@ -36,24 +38,55 @@ def training_since(group: Group, ranks: tuple[RankReport, ...], now: float) -> f
     return launched if group.recovery is not None else launched + QUIET_S
 
 
-def silence(group: Group, ranks: tuple[RankReport, ...], now: float) -> tuple[Verdict | None, float | None]:
-    """A verdict when no rank made a step for too long, and when that would be. Scripts that report no steps are left alone."""
+def silence(group: Group, seen: Seen, ranks: tuple[RankReport, ...], now: float) -> tuple[Silence | None, float | None]:
+    """The silence of all ranks when it has lasted too long, and else when it would have. ``ranks``: of the present generation.
+
+    Ages are told by each node's agent, so the clocks of two machines are never compared. Scripts that report no steps are left alone
+    unless the job has a ``silence_s``: then neither output nor CPU time is the sign.
+    """
     alive = [r for r in ranks if r.ended_at is None]
-    if not alive or not (group.attached or any(r.attached for r in ranks)):
+    reports_steps = group.attached or any(r.attached for r in ranks)
+    if not alive or not (reports_steps or group.spec.silence_s):
         return None, None
-    limit = max(_silence_limit(group, r) for r in alive)
-    since = max(max(r.step_at or 0.0, r.phase_at or 0.0, r.started_at or 0.0) for r in ranks)
-    if now - since > limit:
-        return judge_hang(ranks, now - since, limit), None
-    return None, since + limit + 0.05
+    limit, phase = max(((_limit(group, r), r.phase) for r in alive), key=lambda found: found[0])
+    limit = limit if reports_steps else group.spec.silence_s or 0.0
+    ages = [
+        age + min(max(0.0, now - (agent.heard_at or now)), UNHEARD_S)
+        for agent in seen.agents
+        if (status := agent.status) is not None and status.generation == group.generation
+        for age in (status.silent if reports_steps else status.quiet).values()
+    ]
+    age = min(ages, default=0.0)
+    if age > limit:
+        sign = "step" if reports_steps else "log output and no CPU time"
+        during = f", phase {phase or RankPhase.STEP}" if reports_steps else ", timeouts.silence_s"
+        return Silence(f"no {sign} for {age:.1f} s (limit {limit:.1f} s{during})", now - age), None
+    return None, now + limit - age + 0.05
 
 
-def _silence_limit(group: Group, rank: RankReport) -> float:
-    if rank.step is None or rank.phase in (RankPhase.START, RankPhase.RESTORE, RankPhase.COMPILE, RankPhase.EVAL, RankPhase.SAVE):
-        return group.spec.start_s
-    if group.spec.hang_s is not None:
-        return group.spec.hang_s
-    return max(HANG_FLOOR_S, HANG_FACTOR * (rank.step_p99 or 0.0))
+@dataclass(frozen=True)
+class Silence:
+    said: str
+    since: float  # Unix time of the last sign of life
+
+
+def _limit(group: Group, rank: RankReport) -> float:
+    """Seconds of silence that the phase of a rank allows."""
+    spec = group.spec
+    between_steps = spec.hang_s if spec.hang_s is not None else max(HANG_FLOOR_S, HANG_FACTOR * (rank.step_p99 or 0.0))
+    return PHASE_LIMITS[RankPhase.START if rank.step is None else rank.phase or RankPhase.STEP](spec, between_steps)
+
+
+# Each announced phase has a limit of its own: (spec, limit between steps) -> seconds.
+PHASE_LIMITS: dict[RankPhase, Callable[[GroupSpec, float], float]] = {
+    RankPhase.START: lambda spec, between: spec.start_s,  # until the first step of a generation, which compiles and warms up
+    RankPhase.RESTORE: lambda spec, between: spec.start_s,
+    RankPhase.COMPILE: lambda spec, between: max(spec.start_s, between),
+    RankPhase.EVAL: lambda spec, between: max(spec.start_s, between),
+    RankPhase.SAVE: lambda spec, between: max(spec.start_s, between),
+    RankPhase.STEP: lambda spec, between: between,
+    RankPhase.DONE: lambda spec, between: between,
+}
 
 
 def newest_in_memory(group: Group, seen: Seen) -> int | None:

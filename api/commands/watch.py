@@ -50,7 +50,10 @@ def events(job: JobRef, as_json: AsJson = False, state_dir: StateDir = None) -> 
         )
 
 
-def incidents(job: JobRef, as_json: AsJson = False, state_dir: StateDir = None) -> None:
+Stacks = Annotated[bool, typer.Option("--stacks", help="Show the Python stacks that were taken of each hang.")]
+
+
+def incidents(job: JobRef, stacks: Stacks = False, as_json: AsJson = False, state_dir: StateDir = None) -> None:
     """Show the failures of a job and how each was recovered, oldest first."""
     items = list(Client.find(state_dir).every(ref_path(job, "incidents"), limit=200))
     if as_json:
@@ -64,6 +67,9 @@ def incidents(job: JobRef, as_json: AsJson = False, state_dir: StateDir = None) 
                 for i in items
             ],
         )  # fmt: skip
+        for incident in items if stacks else []:
+            for rank, text in incident["stacks"].items():
+                print(f"\ngeneration {incident['generation']}, rank {rank}:\n{text}")
 
 
 def checkpoints(job: JobRef, as_json: AsJson = False, state_dir: StateDir = None) -> None:

@@ -59,6 +59,7 @@ def group_spec(job: Job, attempt: Attempt, roots: Roots) -> GroupSpec:
         start_s=spec.timeouts.start_s,
         hang_s=None if hang == "auto" else hang,
         grace_s=spec.timeouts.grace_s,
+        silence_s=spec.timeouts.silence_s,
         first_generation=attempt.first_generation,
         prior_failures=job.failures,
         prior_best_step=job.best_step,

@@ -126,6 +126,11 @@ class Timeouts(Section):
     hang_s: Literal["auto"] | Annotated[AnyNumber, Field(gt=0, le=604800)] = Field(
         default="auto", description='Seconds without a step that count as a hang, above 0, up to 604800, or "auto".'
     )
+    silence_s: float | None = Field(
+        default=None, gt=0, le=604800,
+        description="For scripts that report no steps: seconds in which no rank prints or uses the CPU that count as a hang, above 0, up to"
+        " 604800; null: such scripts are never taken to hang.",
+    )  # fmt: skip
     grace_s: float = Field(default=30, ge=0, le=3600, description="Seconds between SIGTERM and SIGKILL, 0 to 3600.")
     run_hours: float | None = Field(default=None, gt=0, le=87600, description="Longest run in hours, above 0, up to 87600; null: no limit.")
 

@@ -256,14 +256,19 @@ def test_an_outcome_counts_whatever_its_version() -> None:
 
 
 def test_a_new_attempt_counts_on() -> None:
-    before = job(attempt=1, generation=4, best_step=30, failures=INFRA, spec=spec(bundle="a" * 64, timeouts={"hang_s": 9}))
+    before = job(attempt=1, generation=4, best_step=30, failures=INFRA, spec=spec(bundle="a" * 64, timeouts={"hang_s": 9, "silence_s": 7}))
     step = place(before, attempt(A.ENDED), Placement((NodePlace(0, "n7"),)), NOW, ROOTS)
     assert short(step) == (S.STARTING, "Placed", A.PLANNED, "create")
     (create,) = step.actions
     assert isinstance(create, CreateGroup)
     made = create.spec
     assert (made.attempt, made.first_generation, made.prior_failures, made.prior_best_step) == (2, 5, INFRA, 30)
-    assert (made.storage_url, made.bundle_url, made.hang_s) == (f"/storage/jobs/{before.id}", f"/storage/bundles/{'a' * 64}.zip", 9)
+    assert (made.storage_url, made.bundle_url, made.hang_s, made.silence_s) == (
+        f"/storage/jobs/{before.id}",
+        f"/storage/bundles/{'a' * 64}.zip",
+        9,
+        7,
+    )
 
 
 def test_two_attempts_at_once_are_impossible() -> None:

@@ -102,6 +102,7 @@ NONSENSE: list[tuple[str, str, Any]] = [
     ("timeouts", "grace_s", 3601),
     ("timeouts", "hang_s", "never"),
     ("timeouts", "hang_s", 0),
+    ("timeouts", "silence_s", 0),
     ("timeouts", "run_hours", -1),
     ("checkpoint", "keep_last", 1),
     ("checkpoint", "every_steps", 0),

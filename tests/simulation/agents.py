@@ -8,10 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from workers.group import AgentSeen
-from workers.messages import AgentStatus, ErrorReport, Holding, RankPhase, RankReport, RankState, RestoreOrder
+from workers.messages import AgentStatus, ErrorReport, Holding, ProcessStack, RankPhase, RankReport, RankStacks, RankState, RestoreOrder
 
 GLOO = ErrorReport("RuntimeError", "Connection closed by peer", "", "train.py:3 in step")
 BUG = ErrorReport("ValueError", "a bug", "", "train.py:9 in step")
+
+
+WAITS = ("all_reduce (torch/distributed/distributed_c10d.py:3252)", "step (train.py:20)")
+STUCK = ("read (loader.py:7)", "step (train.py:18)")
 
 
 @dataclass
@@ -58,7 +62,9 @@ class SimAgent:
     ranks: list[SimRank] = field(default_factory=list)
     snapshot: int | None = None
     staged: dict[str, str | None] = field(default_factory=dict)
+    stacks_of: float | None = None  # the request for stacks that it has answered
     told: AgentStatus | None = None  # what it said last
+    told_at: float | None = None
 
     @property
     def answers(self) -> bool:
@@ -78,14 +84,15 @@ class SimAgent:
 
     def seen(self, now: float) -> AgentSeen:
         if self.answers:
-            self.told = self._status(now)
-        return AgentSeen(self.index, self.told, self.unreachable_since, died=self.back_at is not None)
+            self.told, self.told_at = self._status(now), now
+        return AgentSeen(self.index, self.told, self.unreachable_since, died=self.back_at is not None, heard_at=self.told_at)
 
     def launch(self, generation: int, restore: RestoreOrder, await_step: int, now: float) -> None:
         if generation <= self.generation or any(rank.ended_at is None for rank in self.ranks):
             return
         first = self.index * self.per_node
         self.generation = generation
+        self.stacks_of = None
         self.ranks = [SimRank(first + n, n, now, restore.step, await_step) for n in range(self.per_node)]
 
     def stop(self, now: float) -> None:
@@ -108,6 +115,10 @@ class SimAgent:
             staged=dict(self.staged),
             pinned={},
             metrics={},
+            at=now,
+            silent={rank.rank: now - (rank.step_at or rank.started_at) for rank in self.ranks},
+            stacks_of=self.stacks_of,
+            stacks=tuple(_stacks(rank) for rank in self.ranks if rank.ended_at is None) if self.stacks_of is not None else (),
         )
 
     def _report(self, rank: SimRank) -> RankReport:
@@ -129,9 +140,14 @@ class SimAgent:
             signal=rank.signal,
             ours=rank.ours,
             attached=True,
-            os_state="T" if rank.hung and not ended else None,
+            os_state="S" if not ended else None,
             started_at=rank.started_at,
             ended_at=rank.ended_at,
             new_step_at=rank.new_step_at,
             error=rank.error,
         )
+
+
+def _stacks(rank: SimRank) -> RankStacks:
+    frames = STUCK if rank.hung else WAITS
+    return RankStacks(rank.rank, ProcessStack(100 + rank.rank, "S", frames, frames[-1]), (), "\n".join(frames))

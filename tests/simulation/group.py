@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from tests.simulation.agents import BUG, GLOO, SimAgent, SimRank
 from tests.simulation.clock import Dice
-from workers.group import EndRequest, Launch, ReadCatalog, SaveFinal, Seen, Stage, StopRanks, TerminateRanks, new_group
+from workers.group import EndRequest, Launch, ReadCatalog, SaveFinal, Seen, Stage, StopRanks, TakeStacks, TerminateRanks, new_group
 from workers.messages import CheckpointFound, CheckpointRecord, FailureClass, GroupReport, GroupSpec
 from workers.restart import decide
 
@@ -133,6 +133,10 @@ class SimGroup:
                 for rank in (rank for agent in self._reachable() for rank in agent.ranks):
                     if self.dice.random.random() < 0.5:
                         rank.end(now, signal=15, ours=True)
+            case TakeStacks(asked_at):
+                for agent in self._reachable():
+                    if not self.dice.fault(0.2):  # a process that cannot be read must not hold up the recovery
+                        agent.stacks_of = asked_at
             case Launch(generation, restore, await_step):
                 self.catalog = None
                 for agent in self._reachable():

@@ -18,6 +18,8 @@ from orchestrator.ports import Unavailable
 
 from .values import new_job, submitted
 
+NEWEST = "0002"
+
 
 def test_the_migrated_schema_is_the_one_in_the_code(engine: Engine) -> None:
     with reading(engine) as connection:
@@ -31,7 +33,7 @@ def test_the_migrated_schema_is_the_one_in_the_code(engine: Engine) -> None:
 
 def test_an_upgrade_is_done_once(empty_url: str) -> None:
     engine = open_engine(empty_url)
-    assert upgrade(engine) == "0001"
+    assert upgrade(engine) == NEWEST
     job = new_job(1)
     store = SqlStore(engine)
     store.add_job(job, submitted(job), None, "h")
@@ -43,7 +45,7 @@ def test_an_upgrade_is_done_once(empty_url: str) -> None:
 def test_servers_that_start_together_upgrade_once(empty_url: str) -> None:
     engines = [open_engine(empty_url) for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
-        assert sorted(map(str, pool.map(upgrade, engines))) == ["0001", "None", "None", "None"]
+        assert sorted(map(str, pool.map(upgrade, engines))) == [NEWEST, "None", "None", "None"]
     for engine in engines:
         engine.dispose()
 

@@ -60,6 +60,7 @@ def incident(job: Job, generation: int = 3, **fields: Any) -> Incident:
         exit_code=-9,
         signal=9,
         excerpt="Traceback …\n  训练🚀",
+        stacks={0: "process 7 (S)\n  main thread\n    step (train.py:9)", 1: ""},
         drill="kill",
         last_step=2**40,
         resumed_step=2**40 - 1,

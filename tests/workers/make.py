@@ -20,8 +20,10 @@ from workers.messages import (
     Incident,
     LaunchOrder,
     NodePlace,
+    ProcessStack,
     RankPhase,
     RankReport,
+    RankStacks,
     RankState,
     RestoreOrder,
     Source,
@@ -113,6 +115,7 @@ def held(number: int, step: int, valid: bool = True) -> Holding:
 def status(index: int, *ranks: RankReport, **changes: Any) -> AgentStatus:
     """Of a node on which nothing runs, unless ranks are given."""
     running = any(r.ended_at is None for r in ranks)
+    ages = {r.rank: NOW - max(r.step_at or 0.0, r.phase_at or 0.0, r.started_at or 0.0) for r in ranks}
     fields: dict[str, Any] = {
         "incarnation": f"i{index}",
         "version": 1,
@@ -124,6 +127,7 @@ def status(index: int, *ranks: RankReport, **changes: Any) -> AgentStatus:
         "staged": {},
         "pinned": {},
         "metrics": {},
+        "silent": ages,
     }
     return AgentStatus(index=index, ranks=ranks, **fields | changes)
 
@@ -165,6 +169,12 @@ def recovery(at: float = NOW - 1, decided_at: float = NOW - 0.9, stopped_at: flo
 def order(restore: RestoreOrder = NOTHING, **changes: Any) -> LaunchOrder:
     fields: dict[str, Any] = {"await_step": 1, "master_address": "10.0.0.1", "master_port": 4000, "agent_store": True, **changes}
     return LaunchOrder(GENERATION, restore, **fields)
+
+
+def stacks(number: int, *frames: str, place: str | None = None, children: tuple[ProcessStack, ...] = (), state: str = "S") -> RankStacks:
+    """Of a rank; frames innermost first."""
+    own = ProcessStack(100 + number, state, frames, place or (frames[-1] if frames else None))
+    return RankStacks(number, own, children, "\n".join(frames))
 
 
 def short(decision: Decision) -> tuple[Any, ...]:

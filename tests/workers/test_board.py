@@ -85,7 +85,7 @@ def test_the_ring_keeps_the_newest_steps_in_order(board: Board, steps: int) -> N
 def test_a_step_that_is_half_written_is_not_seen(board: Board) -> None:
     """Its time is written before its number counts."""
     board.finish_step(7, 1007.0)
-    layout._STEP.pack_into(board._memory, layout._AT_RING + 8 * layout._STEP.size, 8, 1008.0)
+    layout._STEP.pack_into(board._memory, layout._AT_RING + 8 * layout._STEP.size, 8, 1008.0, 0.0)
     assert (board.read().step, board.read().steps) == (7, ((7, 1007.0),))
 
 
@@ -158,3 +158,9 @@ def test_the_board_outlives_a_killed_rank(path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", script, str(path)], check=False).returncode == -9
     seen = Board.open(path).read()
     assert (seen.step, seen.step_at, seen.metrics) == (12, 1012.0, {"loss": 3.0})
+
+
+def test_the_time_between_steps_leaves_announced_phases_out(board: Board) -> None:
+    for step, at, phases_s in ((1, 1000.0, 0.0), (2, 1000.5, 0.0), (3, 1031.0, 30.0), (4, 1031.5, 0.0)):
+        board.finish_step(step, at, phases_s)
+    assert board.read().gaps == (0.5, 0.5, 0.5)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.workers.make import NOW, group, spec
-from workers.budget import OUT_OF_MEMORY_BUDGET, charge
+from workers.budget import OUT_OF_MEMORY_BUDGET, TABLE, back_off, charge
 from workers.group import Doing, Group, new_group
 from workers.messages import Failure, FailureClass
 from workers.verdict import Verdict
 
-USER, MEMORY, INFRASTRUCTURE, PREEMPTION, UNKNOWN = (
+USER, MEMORY, DISK, INFRASTRUCTURE, PREEMPTION, UNKNOWN = (
     FailureClass.USER,
     FailureClass.OUT_OF_MEMORY,
+    FailureClass.DISK_FULL,
     FailureClass.INFRASTRUCTURE,
     FailureClass.PREEMPTION,
     FailureClass.UNKNOWN,
@@ -62,12 +65,72 @@ def test_budgets(kind: FailureClass, before: tuple[Failure, ...], limits: dict[s
     assert after.failures[-1] == Failure(NOW, kind, "cause", "now", 40)
 
 
-@pytest.mark.parametrize(("kind", "limit"), [(USER, 2), (MEMORY, 2), (UNKNOWN, 3), (INFRASTRUCTURE, 6), (PREEMPTION, 20)])
+@pytest.mark.parametrize(
+    ("kind", "paid_by", "budget", "same", "without_steps"),
+    [
+        (USER, USER, 7, 2, True),
+        (MEMORY, MEMORY, 3, 2, True),
+        (DISK, DISK, 3, 2, True),
+        (INFRASTRUCTURE, INFRASTRUCTURE, 9, 6, False),
+        (UNKNOWN, INFRASTRUCTURE, 9, 3, False),
+        (PREEMPTION, INFRASTRUCTURE, 9, 20, False),
+    ],
+)
+def test_the_table(kind: FailureClass, paid_by: FailureClass, budget: int, same: int, without_steps: bool) -> None:
+    """Row by row: whose budget pays, how large it is, and how many equal failures in a row end the job."""
+    price = TABLE[kind]
+    assert (price.paid_by, price.budget(spec(max_user_errors=7, max_infrastructure=9))) == (paid_by, budget)
+    assert (price.same, price.without_steps) == (same, without_steps)
+
+
+def test_every_class_has_its_row() -> None:
+    assert set(TABLE) == set(FailureClass)
+
+
+@pytest.mark.parametrize(("kind", "limit"), [(USER, 2), (MEMORY, 2), (DISK, 2), (UNKNOWN, 3), (INFRASTRUCTURE, 6), (PREEMPTION, 20)])
 def test_the_same_failure_without_a_step_gained(kind: FailureClass, limit: int) -> None:
     _, stop = charge(training(past(kind, limit - 2, "now", 40), **LARGE), NOW, verdict(kind))
     assert stop is None
     _, stop = charge(training(past(kind, limit - 1, "now", 40), **LARGE), NOW, verdict(kind))
-    assert stop == ("NoProgress", f"the same failure {limit} times in a row without a step gained: rank 1 did it")
+    assert stop is not None
+    assert stop[0] == "NoProgress"
+    assert stop[1].startswith(f"the same failure {limit} times in a row without a step gained: rank 1 did it")
+
+
+@pytest.mark.parametrize(
+    ("kind", "advice"),
+    [
+        (MEMORY, "resources.memory_gb asks for 2 GiB on each node: raise it and the limit of the node, or lower the batch size"),
+        (DISK, "make room there, or point checkpoint.storage or TMPDIR to a larger disk"),
+    ],
+)
+def test_what_can_be_done_about_it_is_said_at_the_end(kind: FailureClass, advice: str) -> None:
+    for before in (past(kind, 1, "now", 40), past(kind, 3)):
+        _, stop = charge(training(before), NOW, verdict(kind))
+        assert stop is not None
+        assert advice in stop[1]
+
+
+def test_a_hang_of_a_script_without_steps_that_comes_again_at_its_place_ends_the_job() -> None:
+    hang = replace(verdict(UNKNOWN), cause="hang")
+    assert charge(training(past(UNKNOWN, 1, "now", None), attached=False), NOW, hang)[1] is None
+    assert charge(training(past(UNKNOWN, 2, "now", None), attached=False), NOW, hang)[1] is not None
+
+
+@pytest.mark.parametrize(("same", "seconds"), [(1, 0), (2, 1), (3, 2), (4, 4), (5, 8), (8, 60), (99, 60)])
+def test_back_off_grows_up_to_its_limit(same: int, seconds: float) -> None:
+    assert back_off(same) == seconds
+
+
+@pytest.mark.parametrize(
+    ("attached", "ago", "waits"),
+    [(True, 3_600, 1.0), (False, 5, 1.0), (False, 3_600, 0.0)],
+)
+def test_back_off_needs_a_repeat_that_gained_nothing(attached: bool, ago: float, waits: float) -> None:
+    """A script that reports no steps is taken to have gained some when it ran for a while."""
+    step = 40 if attached else None
+    after, _ = charge(training(past(INFRASTRUCTURE, 1, "now", step, ago), attached=attached), NOW, verdict(INFRASTRUCTURE))
+    assert after.not_before == NOW + waits
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,26 @@ from tests.workers.make import (
     short,
     silent,
     spec,
+    stacks,
     status,
 )
-from workers.group import AgentSeen, Doing, EndRequest, Group, Launch, SaveFinal, Seen, StopRanks, TerminateRanks
+from workers.ending import FINAL_SAVE_S
+from workers.group import (
+    AGENT_LOST_S,
+    AGENT_RETURN_S,
+    AgentSeen,
+    Doing,
+    EndRequest,
+    Group,
+    Launch,
+    SaveFinal,
+    Seen,
+    StopRanks,
+    TakeStacks,
+    TerminateRanks,
+)
 from workers.messages import FailureClass, GroupPhase, Outcome, RestoreOrder, Source
-from workers.restart import AGENT_LOST_S, AGENT_RETURN_S, CULPRIT_S, FINAL_SAVE_S, decide
+from workers.restart import CULPRIT_S, STACKS_S, decide
 
 STOP, TERMINATE, SAVE = (StopRanks(GENERATION),), (TerminateRanks(GENERATION),), (SaveFinal(GENERATION),)
 TRAINS = group(Doing.TRAINING, training=True, started_at=NOW - 15)
@@ -64,7 +79,11 @@ def missing(seconds: float) -> Seen:
         pytest.param(missing(AGENT_LOST_S - 0.1), Doing.TRAINING, (), "Training", id="an agent missed some beats"),
         pytest.param(missing(AGENT_LOST_S), Doing.STOPPING, STOP, "Failure", id="an agent missed too many beats"),
         pytest.param(
-            ranks_seen(rank(0, step_at=NOW - 11), rank(1, step_at=NOW - 11)), Doing.STOPPING, STOP, "Failure", id="no step for long"
+            ranks_seen(rank(0, step_at=NOW - 11), rank(1, step_at=NOW - 11)),
+            Doing.TRAINING,
+            (TakeStacks(NOW),),
+            "TakingStacks",
+            id="no step for long: evidence first",
         ),
         pytest.param(
             look(AgentSeen(0, None), AgentSeen(1, None)), Doing.TRAINING, (), "Training", id="a new coordinator has heard nothing yet"
@@ -95,6 +114,48 @@ def test_when_to_look_again(before: Group, seen: Seen, look_again_at: float | No
     assert decide(before, seen, NOW).look_again_at == (None if look_again_at is None else pytest.approx(look_again_at, abs=1e-3))
 
 
+ASKED = replace(TRAINS, stacks_asked_at=NOW - 0.2)
+BEHIND = (rank(0, step_at=NOW - 11), rank(1, step=39, step_at=NOW - 11))
+
+
+def hung(*answers: float | None) -> Seen:
+    """Two silent ranks; ``answers``: the request whose stacks each node has told."""
+    told = (stacks(0, "sleep (train.py:7)"), stacks(1, "all_reduce (torch/distributed/x.py:1)"))
+    return look(*(status(n, BEHIND[n], stacks_of=asked, stacks=(told[n],) if asked else ()) for n, asked in enumerate(answers)))
+
+
+@pytest.mark.parametrize(
+    ("before", "seen", "actions", "reason"),
+    [
+        pytest.param(TRAINS, hung(None, None), (TakeStacks(NOW),), "TakingStacks", id="asked at once"),
+        pytest.param(ASKED, hung(NOW - 0.2, None), (TakeStacks(NOW - 0.2),), "TakingStacks", id="one has not answered"),
+        pytest.param(ASKED, hung(NOW - 0.2, NOW - 99), (TakeStacks(NOW - 0.2),), "TakingStacks", id="that answers an older request"),
+        pytest.param(ASKED, hung(NOW - 0.2, NOW - 0.2), STOP, "Failure", id="all have answered"),
+        pytest.param(replace(TRAINS, stacks_asked_at=NOW - STACKS_S), hung(None, None), STOP, "Failure", id="nobody answers in time"),
+    ],
+)
+def test_the_stacks_of_a_hang_come_before_its_end(before: Group, seen: Seen, actions: Any, reason: str) -> None:
+    decision = decide(before, seen, NOW)
+    assert (decision.actions, decision.reason) == (actions, reason)
+
+
+def test_the_stacks_decide_who_is_blamed_and_stay_in_the_incident() -> None:
+    (incident,) = decide(ASKED, hung(NOW - 0.2, NOW - 0.2), NOW).group.incidents
+    assert (incident.cause, incident.blamed_rank, incident.blamed_node) == ("hang", 0, "n0")
+    assert incident.stacks == {0: "sleep (train.py:7)", 1: "all_reduce (torch/distributed/x.py:1)"}
+    assert incident.excerpt == "sleep (train.py:7)"
+    assert incident.at == pytest.approx(NOW - 11)
+    late = replace(TRAINS, stacks_asked_at=NOW - STACKS_S)
+    (incident,) = decide(late, hung(None, None), NOW).group.incidents
+    assert (incident.blamed_rank, incident.stacks) == (1, {})
+
+
+def test_a_group_that_goes_on_is_not_ended_and_asks_anew_the_next_time() -> None:
+    after = decide(ASKED, ranks_seen(rank(0), rank(1)), NOW)
+    assert short(after) == (Doing.TRAINING, (), "Training")
+    assert after.group.stacks_asked_at is None
+
+
 @pytest.mark.parametrize(
     ("seen", "cause", "kind", "blamed_rank", "blamed_node", "action"),
     [
@@ -103,14 +164,6 @@ def test_when_to_look_again(before: Group, seen: Seen, look_again_at: float | No
         (ranks_seen(rank(0), RAISED), "exception", FailureClass.USER, 1, "n1", "stop"),
         (look(status(0, rank(0)), LEFT), "node_lost", FailureClass.INFRASTRUCTURE, None, "n1", "restart_in_place"),
         (look(status(0, rank(0)), DIED), "agent_lost", FailureClass.INFRASTRUCTURE, None, "n1", "restart_in_place"),
-        (
-            ranks_seen(rank(0, step_at=NOW - 11), rank(1, step=39, step_at=NOW - 11)),
-            "hang",
-            FailureClass.UNKNOWN,
-            1,
-            "n1",
-            "restart_in_place",
-        ),
     ],
 )
 def test_incident(seen: Seen, cause: str, kind: FailureClass, blamed_rank: int | None, blamed_node: str, action: str) -> None:
@@ -344,3 +397,16 @@ def test_stuck_processes_do_not_hide_the_outcome() -> None:
 def test_grace_lasts_while_an_agent_is_not_heard() -> None:
     seen = look(status(0, ended(0, -15, ours=True)), AgentSeen(1, None, NOW - 1))
     assert decide(group(Doing.ENDING, NOW - 1, end=END), seen, NOW).group.doing == Doing.ENDING
+
+
+def test_repeats_without_a_step_gained_wait_longer_each_time() -> None:
+    before, waits = TRAINS, []
+    for _ in range(4):
+        failed = decide(before, ranks_seen(rank(0), KILLED), NOW).group
+        stopped = decide(failed, idle(), NOW)
+        waits.append((stopped.look_again_at or 0) - NOW if stopped.reason == "BackingOff" else 0.0)
+        assert stopped.reason in ("BackingOff", "ReadingCatalog")
+        before = replace(TRAINS, failures=failed.failures)
+    assert waits == [0.0, 1.0, 2.0, 4.0]
+    assert decide(failed, idle(), NOW + 4.1).reason == "ReadingCatalog"
+    assert stopped.group.shown[1] == "BackingOff"

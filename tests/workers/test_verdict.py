@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 import pytest
 
 from tests.workers.make import NOW, PEER_GONE, ended, error, rank
 from workers.messages import FailureClass, RankReport
-from workers.verdict import DRILL_EXIT_CODE, SECONDARY, failed, judge, judge_hang, only_secondary, secondary
+from workers.verdict import DRILL_EXIT_CODE, SECONDARY, failed, judge, only_secondary, secondary
 
-USER, MEMORY, INFRASTRUCTURE, UNKNOWN = (
+USER, MEMORY, DISK, INFRASTRUCTURE, UNKNOWN = (
     FailureClass.USER,
     FailureClass.OUT_OF_MEMORY,
+    FailureClass.DISK_FULL,
     FailureClass.INFRASTRUCTURE,
     FailureClass.UNKNOWN,
 )
+LOADER_KILLED = "DataLoader worker (pid 7) is killed by signal: Killed."
 VICTIM = ended(0, 1, NOW - 2, error=error("RuntimeError", PEER_GONE))
 RAISED = ended(1, 1, NOW - 1, error=error("ValueError", "bad sample"))
 
@@ -91,6 +94,86 @@ def raised(type: str, message: str = "") -> RankReport:
             [ended(1, 1, tail="bind: Address already in use")], INFRASTRUCTURE, "exit_code", 1, "exit code 1 rank 1", id="port in the tail"
         ),
         pytest.param([ended(1, 1, tail="x\nBroken pipe\n")], UNKNOWN, "exit_code", 1, "exit code 1 rank 1", id="consequence in the tail"),
+        pytest.param([ended(1, -9, oom_killed="counted")], MEMORY, "oom_killed", 1, "oom_killed", id="the kernel killed it for memory"),
+        pytest.param([ended(1, -9, oom_killed="counted", drill="oom")], MEMORY, "oom_killed", 1, "oom_killed", id="by a drill of that"),
+        pytest.param(
+            [ended(1, -9, oom_killed="counted", drill="kill")],
+            INFRASTRUCTURE,
+            "signal",
+            1,
+            "signal SIGKILL rank 1",
+            id="a drill's SIGKILL while another was killed for memory",
+        ),
+        pytest.param(
+            [ended(1, -11, oom_killed="counted")], INFRASTRUCTURE, "signal", 1, "signal SIGSEGV rank 1", id="no SIGKILL, no kill for memory"
+        ),
+        pytest.param(
+            [ended(0, -9, ours=True, oom_killed="counted"), ended(1, 3)], USER, "exit_code", 1, "exit code 3 rank 1", id="our kill"
+        ),
+        pytest.param([ended(1, 137, oom_killed="counted")], MEMORY, "oom_killed", 1, "oom_killed 137 rank 1", id="killed below a shell"),
+        pytest.param([ended(1, 137)], INFRASTRUCTURE, "exit_code", 1, "exit code 137 rank 1", id="a shell tells of SIGKILL"),
+        pytest.param([ended(1, 143)], INFRASTRUCTURE, "exit_code", 1, "exit code 143 rank 1", id="a shell tells of SIGTERM"),
+        pytest.param([ended(1, 255)], USER, "exit_code", 1, "exit code 255 rank 1", id="255 is no signal"),
+        pytest.param(
+            [raised("RuntimeError", LOADER_KILLED)],
+            INFRASTRUCTURE,
+            "exception",
+            1,
+            "RuntimeError at train.py:9 in step",
+            id="loader killed",
+        ),
+        pytest.param(
+            [replace(raised("RuntimeError", LOADER_KILLED), oom_killed="counted")],
+            MEMORY,
+            "oom_killed",
+            1,
+            "RuntimeError at train.py:9 in step",
+            id="loader killed for memory",
+        ),
+        pytest.param(
+            [raised("OSError", "[Errno 28] No space left on device: 'a'")],
+            DISK,
+            "disk_full",
+            1,
+            "OSError at train.py:9 in step",
+            id="disk full by errno",
+        ),
+        pytest.param(
+            [raised("OSError", "[Errno 122] Disk quota exceeded")], DISK, "disk_full", 1, "OSError at train.py:9 in step", id="quota"
+        ),
+        pytest.param(
+            [replace(raised("RuntimeError", "unexpected pos 64 vs 0"), disk_full="/data has 0 bytes free")],
+            DISK,
+            "disk_full",
+            1,
+            "RuntimeError at train.py:9 in step",
+            id="disk full by what the file system tells",
+        ),
+        pytest.param(
+            [replace(raised("KeyError", "'x'"), disk_full="/data has 0 bytes free")],
+            USER,
+            "exception",
+            1,
+            "KeyError at train.py:9 in step",
+            id="a full disk makes no KeyError",
+        ),
+        pytest.param([ended(1, 1, disk_full="/data has 0 bytes free")], DISK, "disk_full", 1, "disk_full 1 rank 1", id="disk full"),
+        pytest.param(
+            [ended(1, 125, error=replace(error("FileNotFoundError", "no folder", "before the first line"), ours=True))],
+            INFRASTRUCTURE,
+            "cannot_start",
+            1,
+            "FileNotFoundError at before the first line",
+            id="our own set-up failed",
+        ),
+        pytest.param(
+            [raised("workers.checkpoint.tree.StateGone", "the snapshot of step 4 is gone")],
+            INFRASTRUCTURE,
+            "stale_state",
+            1,
+            "workers.checkpoint.tree.StateGone at train.py:9 in step",
+            id="the state that was to be restored is gone",
+        ),
         pytest.param([ended(1, DRILL_EXIT_CODE, drill="exit")], INFRASTRUCTURE, "exit_code", 1, "drill exit", id="exit drill"),
         pytest.param([ended(1, 3, drill="exit")], USER, "exit_code", 1, "exit code 3 rank 1", id="an own exit after the drill was sent"),
     ],
@@ -122,6 +205,9 @@ def test_nothing_to_blame(ranks: list[RankReport]) -> None:
         (ended(1, -9), "rank 1 was ended by SIGKILL"),
         (ended(1, -9, drill="kill"), "rank 1 was ended by SIGKILL, sent by drill kill"),
         (ended(1, 3), "rank 1 ended with exit code 3"),
+        (ended(1, 143), "rank 1 ended with exit code 143: what it ran was ended by SIGTERM"),
+        (ended(1, -9, oom_killed="the kernel counted it"), "rank 1 was ended by SIGKILL: the kernel counted it"),
+        (ended(1, 3, disk_full="/data has 0 bytes free of 9"), "rank 1 ended with exit code 3; no room: /data has 0 bytes free of 9"),
         (ended(1, DRILL_EXIT_CODE, drill="exit"), f"rank 1 ended with exit code {DRILL_EXIT_CODE}, injected by drill exit"),
         (ended(1, 1, error=error("KeyError", "'a'\nsecond line")), "rank 1 raised KeyError: 'a' (train.py:9 in step)"),
         (ended(1, 1, error=error("AssertionError")), "rank 1 raised AssertionError:  (train.py:9 in step)"),
@@ -200,26 +286,3 @@ def test_wait_for_the_culprit_only_while_it_may_still_show(ranks: list[RankRepor
 )
 def test_failed(report: RankReport, expected: bool) -> None:
     assert failed(report) is expected
-
-
-@pytest.mark.parametrize(
-    ("ranks", "blamed", "kind", "why"),
-    [
-        ([rank(0, step=10), rank(1, os_state="T")], 1, INFRASTRUCTURE, "its process is stopped (SIGSTOP)"),
-        ([ended(0), rank(1, os_state="T")], 1, INFRASTRUCTURE, "its process is stopped (SIGSTOP)"),
-        ([rank(0, step=10), ended(1)], 1, UNKNOWN, "it has ended with 0"),
-        ([rank(0), rank(1, step=39)], 1, UNKNOWN, "it is the furthest behind"),
-        ([rank(0, step_at=NOW - 5), rank(1)], 0, UNKNOWN, "it is the furthest behind"),
-        ([rank(0), rank(1)], 0, UNKNOWN, "it is the furthest behind"),
-        ([rank(0), rank(1, step=None)], 1, UNKNOWN, "it is the furthest behind"),
-        ([rank(0), rank(1, step=39, drill="stop")], 1, INFRASTRUCTURE, "it is the furthest behind"),
-    ],
-)
-def test_blame_of_a_hang(ranks: list[RankReport], blamed: int, kind: FailureClass, why: str) -> None:
-    verdict = judge_hang(ranks, 12.34, 10.0)
-    assert (verdict.cause, verdict.rank, verdict.kind, verdict.signature) == ("hang", blamed, kind, f"hang rank {blamed}")
-    assert verdict.evidence == f"no step for 12.3 s (limit 10.0 s, phase step); rank {blamed} is blamed: {why}"
-
-
-def test_a_hang_began_with_the_last_step_of_any_rank() -> None:
-    assert judge_hang([rank(0, step_at=NOW - 12), rank(1, step_at=NOW - 14)], 12, 10).at == NOW - 12

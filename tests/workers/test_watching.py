@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.workers.make import NOW, ended, group, held, look, rank, recovery, silent, spec, status, with_memory
+from tests.workers.make import NOW, ended, group, held, look, rank, ranks_seen, recovery, silent, spec, status, with_memory
 from workers.group import AgentSeen, Doing, Recovery, Seen
 from workers.incidents import closed
 from workers.messages import RankPhase, RankReport
@@ -89,18 +89,25 @@ def test_training_since(ranks: list[RankReport], attached: bool, recovering: boo
         (rank(0, phase=RankPhase.COMPILE), 7.0, 600.0),
         (rank(0, phase=RankPhase.EVAL), 7.0, 600.0),
         (rank(0, phase=RankPhase.SAVE), 7.0, 600.0),
+        (rank(0, phase=RankPhase.EVAL), 900.0, 900.0),
+        (rank(0, phase=RankPhase.SAVE, step_p99=200.0), None, 1000.0),
+        (rank(0, phase=RankPhase.RESTORE), 900.0, 600.0),
         (rank(0, phase=RankPhase.DONE), None, 10.0),
         (rank(0, phase=None), None, 10.0),
     ],
 )
 def test_limit_of_silence(report: RankReport, hang_s: float | None, limit: float) -> None:
     given = group(Doing.TRAINING, given=spec(nodes=1, hang_s=hang_s))
-    last = NOW - 0.1
-    assert silence(given, (report,), last + limit) == (None, pytest.approx(last + limit + 0.05))
-    verdict, look_again_at = silence(given, (report,), last + limit + 0.01)
+    assert silence(given, aged(report, age=limit - 1), (report,), NOW) == (None, pytest.approx(NOW + 1.05))
+    silent, look_again_at = silence(given, aged(report, age=limit + 0.1), (report,), NOW)
     assert look_again_at is None
-    assert verdict is not None
-    assert (verdict.cause, verdict.at) == ("hang", last)
+    assert silent is not None
+    assert silent.since == pytest.approx(NOW - limit - 0.1)
+    assert f"no step for {limit + 0.1:.1f} s (limit {limit:.1f} s" in silent.said
+
+
+def aged(report: RankReport, age: float) -> Seen:
+    return Seen((AgentSeen(0, status(0, report, silent={0: age}), heard_at=NOW),))
 
 
 @pytest.mark.parametrize(
@@ -124,15 +131,44 @@ def test_limit_of_silence(report: RankReport, hang_s: float | None, limit: float
     ],
 )
 def test_silence(ranks: list[RankReport], is_hang: bool) -> None:
-    verdict, _ = silence(group(Doing.TRAINING, attached=any(r.attached for r in ranks)), tuple(ranks), NOW)
-    assert (verdict is not None) is is_hang
+    found, _ = silence(group(Doing.TRAINING, attached=any(r.attached for r in ranks)), ranks_seen(*ranks), tuple(ranks), NOW)
+    assert (found is not None) is is_hang
 
 
 def test_ranks_that_hang_before_they_attach_are_judged_where_an_earlier_generation_attached() -> None:
     ranks = (silent(0, started_at=NOW - 601), silent(1, started_at=NOW - 601))
-    verdict, _ = silence(group(Doing.TRAINING, attached=True), ranks, NOW)
-    assert verdict is not None
-    assert verdict.cause == "hang"
+    found, _ = silence(group(Doing.TRAINING, attached=True), ranks_seen(*ranks), ranks, NOW)
+    assert found is not None
+
+
+def test_the_age_is_the_agents_and_grows_only_a_little_after_its_last_word() -> None:
+    """The rank's own times may be of another clock; an agent that is not heard is another failure than a rank that is silent."""
+    report = rank(0, step_at=NOW - 9_999, started_at=NOW - 9_999)
+    given = group(Doing.TRAINING, given=spec(nodes=1))
+    for heard_ago, hang in ((0.0, False), (0.9, True), (9_999.0, True)):
+        seen = Seen((AgentSeen(0, status(0, report, silent={0: 9.5}), heard_at=NOW - heard_ago),))
+        assert (silence(given, seen, (report,), NOW)[0] is not None) is hang
+    seen = Seen((AgentSeen(0, status(0, report, silent={0: 8.9}), heard_at=NOW - 9_999),))
+    assert silence(given, seen, (report,), NOW)[0] is None
+
+
+@pytest.mark.parametrize(
+    ("silence_s", "ages", "is_hang"),
+    [
+        (None, (999.0, 999.0), False),
+        (60.0, (59.0, 61.0), False),
+        (60.0, (61.0, 62.0), True),
+        (60.0, (61.0, None), True),
+    ],
+)
+def test_silence_of_scripts_that_report_no_steps(silence_s: float | None, ages: tuple[float | None, ...], is_hang: bool) -> None:
+    """Opt-in; a rank that has ended (None) shows nothing more."""
+    ranks = tuple(silent(n) if age is not None else ended(n, attached=False) for n, age in enumerate(ages))
+    statuses = [status(n, r, quiet={n: age} if age is not None else {}) for n, (r, age) in enumerate(zip(ranks, ages, strict=True))]
+    found, _ = silence(group(Doing.TRAINING, attached=False, given=spec(silence_s=silence_s)), look(*statuses), ranks, NOW)
+    assert (found is not None) is is_hang
+    if found is not None:
+        assert found.said == "no log output and no CPU time for 61.0 s (limit 60.0 s, timeouts.silence_s)"
 
 
 def test_a_rank_that_raised_and_does_not_end_counts_as_ended() -> None:

@@ -28,6 +28,10 @@ class StateError(Exception):
     """State that cannot be saved, read or applied; the message names what and the remedy."""
 
 
+class StateGone(StateError):
+    """The state that a generation was to start from cannot be read any more. No fault of the script's; another state will do."""
+
+
 @dataclass(frozen=True, slots=True)
 class LeafSpec:
     """One array: ``kind`` is numpy, scalar (a NumPy scalar) or torch; ``dtype`` the element type's own name; ``size`` in bytes."""

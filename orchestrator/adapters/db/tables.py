@@ -27,8 +27,9 @@ def _text(name: str, *, null: bool = False) -> Column[Any]:
     return Column(name, Text, nullable=null)
 
 
-def _json(name: str) -> Column[Any]:
-    return Column(name, Text, nullable=False, info={"json": True})
+def _json(name: str, default: str | None = None) -> Column[Any]:
+    """``default``: of rows that are older than the column."""
+    return Column(name, Text, nullable=False, server_default=default, info={"json": True})
 
 
 def _instant(name: str, *, null: bool = False) -> Column[Any]:
@@ -154,6 +155,7 @@ INCIDENTS = Table(
     _number("exit_code", null=True),
     _number("signal", null=True),
     _text("excerpt"),
+    _json("stacks", default="{}"),
     _text("drill", null=True),
     _number("last_step", null=True),
     _number("resumed_step", null=True),

@@ -1,0 +1,79 @@
+"""PURE: how a group ends: the final checkpoint, the grace after SIGTERM, and the end of whatever is left.
+
+Invariant: an outcome, once given, never changes; a group has ENDED only when nothing of it runs on a node that answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from workers.group import (
+    AGENT_RETURN_S,
+    REPEAT_S,
+    Decision,
+    Doing,
+    Group,
+    SaveFinal,
+    Seen,
+    StopRanks,
+    TerminateRanks,
+    gone_agents,
+    ranks_of,
+)
+from workers.incidents import RELAUNCH, put, turned
+from workers.messages import Outcome
+
+FINAL_SAVE_S = 900.0
+
+
+def finish(group: Group, seen: Seen, now: float) -> Decision:
+    if seen.final_saved:
+        return close_group(group, now, Outcome.SUCCEEDED, "Completed", f"all {group.spec.world_size} ranks ended with 0")
+    left = any(a.node_lost for a in seen.agents) or (gone_agents(seen, now) and now - group.since > AGENT_RETURN_S)
+    if left or now - group.since > FINAL_SAVE_S:
+        why = "a node with a part of the last state is gone" if left else f"not written within {FINAL_SAVE_S:.0f} s"
+        group = group.say(now, "FinalCheckpointFailed", why)
+        return close_group(group, now, Outcome.SUCCEEDED, "Completed", "all ranks ended with 0, the final checkpoint could not be written")
+    return Decision(group, (SaveFinal(group.generation),), "WritingFinalCheckpoint", now + REPEAT_S)
+
+
+def end(group: Group, seen: Seen, now: float) -> Decision:
+    assert group.end is not None
+    ranks = ranks_of(group, seen)
+    all_ended = len(ranks) == group.spec.world_size and all(r.ended_at is not None for r in ranks)
+    if all_ended or now >= group.since + group.end.grace_s:
+        how = "all ranks ended within the grace" if all_ended else f"SIGKILL after {group.end.grace_s:.0f} s of grace"
+        return close_group(group.say(now, "GraceOver", how), now, Outcome.STOPPED, "Stopped", "ended on request")
+    return Decision(group, (TerminateRanks(group.generation),), "GraceRunning", min(now + REPEAT_S, group.since + group.end.grace_s))
+
+
+def lose_group(group: Group, now: float, reason: str, message: str) -> Decision:
+    if group.recovery is not None:
+        group = put(group, turned(group.recovery.incident, RELAUNCH, f"{message}; another attempt follows"))
+    return close_group(group.say(now, reason, message), now, Outcome.LOST, reason, message)
+
+
+def close_group(group: Group, now: float, outcome: Outcome, reason: str, message: str) -> Decision:
+    group = group.close(now, outcome, reason, message)
+    return Decision(group, (StopRanks(group.generation),), reason, now + REPEAT_S)
+
+
+def closing(group: Group, seen: Seen, now: float) -> Decision:
+    present = [a for a in seen.agents if a.status is not None and a not in gone_agents(seen, now)]
+    patient = now - group.since <= AGENT_RETURN_S
+    if all(a.status and (a.status.stopped or (a.status.stuck and not patient)) for a in present):
+        outcome = group.outcome
+        assert outcome is not None
+        group = replace(group.go(Doing.ENDED, now), ended_at=_ended_at(group, now))
+        return Decision(group.say(now, outcome.capitalize(), group.message), (), group.reason)
+    return Decision(group, (StopRanks(group.generation),), "StoppingRanks", now + REPEAT_S)
+
+
+def _ended_at(group: Group, now: float) -> float:
+    """When the last rank ended, which may be long before a returning control plane hears of it."""
+    ends = [r.ended_at for r in group.ranks if r.ended_at is not None]
+    return max(ends) if ends and len(ends) == len(group.ranks) else now
+
+
+def ended(group: Group, seen: Seen, now: float) -> Decision:
+    return Decision(group, (), group.reason)
