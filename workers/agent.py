@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from workers.checkpoint import peers
 from workers.checkpoint.catalog import UNREADABLE, stage, unstage
 from workers.checkpoint.slots import discard_newer, holdings, pinned_steps, unpin
 from workers.checkpoint.writer import write_share
+from workers.exchange import Exchange
 from workers.group import Kept
 from workers.kept import read_kept, write_kept
-from workers.messages import AgentStatus, GroupSpec, Holding, LaunchOrder, RankStacks, Source
+from workers.messages import AgentStatus, Copy, Fetch, GroupSpec, Holding, LaunchOrder, Offer, RankStacks, Source
+from workers.neighbours import Neighbour
 from workers.processes import SHM, end_group, remove_shared_memory
 from workers.ranks import Ranks
 from workers.stacks import TAKE_S, take
@@ -49,6 +54,7 @@ class Agent:
         self.shm = SHM / f"{spec.key}.{index}"
         self.problem: str | None = None
         self.held: tuple[Holding, ...] = ()
+        self.copies: tuple[Copy, ...] = ()
         self.fenced = spec.first_generation - 1  # newest generation that was ordered to stop: it must never start again
         self.surveyed = spec.first_generation - 2  # generation whose end was made sure of, and whose snapshots were verified
         self.stuck: list[int] = []
@@ -67,6 +73,15 @@ class Agent:
         self.kept = self._written = read_kept(self.shm)
         logs = local_path(spec.storage_url) or self.shm
         self.ranks = Ranks(spec, index, self.shm, logs, self._changed, loopback=address.startswith("127."))
+        self.exchange = Exchange(
+            self.shm,
+            index,
+            len(spec.nodes),
+            self.ranks.numbers,
+            functools.cache(lambda node: Neighbour(spec.key, node)),
+            lambda generation: self.ranks.generation == generation > self.fenced and not self._closed,
+            self._fetched,
+        )
         self._tasks = [asyncio.create_task(t) for t in (self._prepare(), self._watch(), self._keep_lease())]
 
     def _changed(self) -> None:
@@ -153,6 +168,8 @@ class Agent:
             stacks_of=self.stacks[0],
             stacks=self.stacks[1],
             notes=tuple(self.ranks.log_problems),
+            copies=self.copies if stopped else (),
+            unfetched=dict(self.exchange.unfetched),
         )
 
     # orders of the coordinator; each answers with the status
@@ -190,6 +207,7 @@ class Agent:
     async def launch(self, term: int, order: LaunchOrder, state: Kept) -> AgentStatus:
         self._obey(term)
         self._keep(state)
+        await self.exchange.end_fetch()
         async with self._order:
             if order.generation > max(self.ranks.generation, self.fenced) and self.ranks.ready:
                 self._launch(order)
@@ -199,9 +217,11 @@ class Agent:
         if self.surveyed < self.ranks.generation or self.ranks.living:
             raise RuntimeError(f"generation {order.generation} cannot start: generation {self.ranks.generation} was not stopped")
         self._make_shm()
-        kept_step = order.restore.step if order.restore.source == Source.MEMORY else 0
-        discard_newer(self.shm, self.ranks.numbers, kept_step)
-        self.held = ()
+        in_slots = order.restore.source in (Source.MEMORY, Source.PEER)
+        discard_newer(self.shm, self.ranks.numbers, order.restore.step if in_slots else 0)
+        self.exchange.drop_newer(order.restore.step)
+        self.exchange.unfetched.clear()
+        self.held, self.copies = (), ()
         self.stacks = (None, ())
         staged = _stage_name(order.restore.url) if order.restore.url else None
         self.ranks.launch(order, staged)
@@ -238,6 +258,7 @@ class Agent:
                 unpin(self.shm, self.ranks.numbers, holding.step)
         self.pinned = {}
         self.held = tuple(found)
+        self.copies = peers.copies(self.shm, self.ranks.numbers)
         self.surveyed = self.ranks.generation
 
     async def terminate(self, term: int) -> AgentStatus:
@@ -288,6 +309,32 @@ class Agent:
             self.staged.pop(url, None)
         return self.status()
 
+    async def fetch(self, term: int, step: int, fetches: Sequence[Fetch]) -> AgentStatus:
+        """Make the snapshots of ``step`` whole from other nodes' memory; the answer is in ``holdings``, or in ``unfetched``."""
+        self._obey(term)
+        self._make_shm()
+        await self.exchange.fetch(step, fetches)
+        return self.status()
+
+    async def _fetched(self, ranks: Sequence[int]) -> None:
+        found = await asyncio.to_thread(holdings, self.shm, ranks, True)
+        self.held = (*(h for h in self.held if h.rank not in ranks), *found)
+        self._changed()
+
+    async def copy_slots(self, term: int, step: int, generation: int, complete: int | None) -> str | None:
+        """Copy this node's pinned snapshots; None when it is done, else why not."""
+        self._obey(term)
+        return await self.exchange.copy(step, generation, complete)
+
+    async def guard_copies(self, term: int, step: int, generation: int, complete: int | None) -> str | None:
+        """Hold what is their own of the ranks of the node before this one; None when it is done, else why not."""
+        self._obey(term)
+        return await self.exchange.guard(step, generation, complete)
+
+    async def drop_copies(self, term: int, keep: int | None) -> None:
+        self._obey(term)
+        self.exchange.drop({keep})
+
     async def write_share(self, term: int, step: int, generation: int) -> dict[str, Any]:
         """Write this node's share of the checkpoint of ``step`` from its snapshots; keeps them until it is done."""
         self._obey(term)
@@ -318,6 +365,16 @@ class Agent:
             return f"agent of node {self.index}, process {os.getpid()}, ends itself by SIGKILL", self.status()
         return self.ranks.drill(fault, rank), self.status()
 
+    # what other agents of the group ask for
+
+    async def offer(self, rank: int, step: int, part: str) -> Offer | None:
+        return await self.exchange.offer(rank, step, part)
+
+    async def give(self, name: str, at: int, size: int) -> Any:
+        return await self.exchange.give(name, at, size)
+
+    # the end
+
     async def close(self, term: int) -> list[int]:
         """End everything on this node and leave nothing in shared memory; returns pids that would not go."""
         self._obey(term)
@@ -329,6 +386,7 @@ class Agent:
 
     async def _close(self) -> list[int]:
         self._closed = True
+        await self.exchange.end_fetch()
         left = self.ranks.close()
         await asyncio.to_thread(remove_shared_memory, f"{self.spec.key}.{self.index}")
         return left

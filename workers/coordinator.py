@@ -25,6 +25,7 @@ from workers.group import (
     Action,
     AgentSeen,
     EndRequest,
+    FetchPeers,
     Group,
     Kept,
     Launch,
@@ -38,6 +39,8 @@ from workers.group import (
     new_group,
 )
 from workers.messages import AgentStatus, CheckpointFound, GroupPhase, GroupReport, GroupSpec, LaunchOrder, Source, check_schema
+from workers.mirroring import Mirror
+from workers.neighbours import agent_name
 from workers.restart import decide
 from workers.saving import Saver, read_catalog
 
@@ -45,15 +48,11 @@ _log = logging.getLogger(__name__)
 
 POLL_S = 3.0  # an agent that does not answer a poll for this long is missing
 ORDER_S = 60.0
-LONG_ORDERS = frozenset({"write_share", "stage"})  # bound by storage, not by us
+LONG_ORDERS = frozenset({"write_share", "stage", "copy_slots", "guard_copies"})  # bound by storage or size, not by us
 
 
 def coordinator_name(key: str) -> str:
     return f"{key}.coordinator"
-
-
-def agent_name(key: str, index: int) -> str:
-    return f"{key}.agent.{index}"
 
 
 class News:
@@ -116,7 +115,8 @@ class Coordinator:
         self.final_saved = False
         self.end_request: EndRequest | None = None
         self.closed = False
-        self.saver = Saver(spec, self._all, lambda: self.group, self._update)
+        self.mirror = Mirror(spec, self._all, lambda: self.group, self._update)
+        self.saver = Saver(spec, self._all, lambda: self.group, self._update, self.mirror)
         self._running: dict[Action, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
         self._news = News()
@@ -309,6 +309,8 @@ class Coordinator:
                     await self._read_catalog()
                 case Stage(url):
                     await self._all("stage", url)
+                case FetchPeers(step, fetches):
+                    await self._all("fetch", step, fetches)
                 case SaveFinal(generation):
                     await self._all("stop", generation, self._kept())
                     await self.saver.save_final(self._observation())

@@ -13,6 +13,7 @@ from workers.messages import (
     CheckpointFound,
     CheckpointRecord,
     Failure,
+    Fetch,
     GroupEvent,
     GroupPhase,
     GroupSpec,
@@ -36,6 +37,7 @@ class Doing(StrEnum):
     WARMING = "WARMING"  # launchers import, working directories are unpacked
     LOCATING = "LOCATING"  # which state to start from
     STAGING = "STAGING"  # agents read and verify a checkpoint
+    FETCHING = "FETCHING"  # agents make their snapshots whole from each other's
     LAUNCHING = "LAUNCHING"
     TRAINING = "TRAINING"
     STOPPING = "STOPPING"  # a failure was judged, ranks are being ended, a new generation follows
@@ -51,6 +53,7 @@ SHOWN: dict[Doing, tuple[GroupPhase, GroupPhase, str, str]] = {
     Doing.WARMING: (GroupPhase.WARMING, GroupPhase.RECOVERING, "Warming", "launchers import the framework"),
     Doing.LOCATING: (GroupPhase.STARTING, GroupPhase.RECOVERING, "LocatingState", "looking for the newest valid state"),
     Doing.STAGING: (GroupPhase.STARTING, GroupPhase.RECOVERING, "ReadingCheckpoint", "the nodes read and verify a checkpoint"),
+    Doing.FETCHING: (GroupPhase.STARTING, GroupPhase.RECOVERING, "FetchingFromPeers", "the nodes fetch state from each other's memory"),
     Doing.LAUNCHING: (GroupPhase.STARTING, GroupPhase.RECOVERING, "Launching", "ranks are being forked"),
     Doing.STOPPING: (GroupPhase.RECOVERING, GroupPhase.RECOVERING, "StoppingRanks", "the ranks of the failed generation are being ended"),
     Doing.FINISHING: (
@@ -99,6 +102,8 @@ class Group:
     not_before: float | None = None  # no generation is launched sooner: failures repeat and gain nothing
     restore: RestoreOrder | None = None
     excluded: tuple[CheckpointFound, ...] = ()  # checkpoints that were read and found bad
+    unfetched: tuple[int, ...] = ()  # steps that, in this recovery, could not be made whole from other nodes
+    mirrored: int | None = None  # step of the newest memory checkpoint that is complete on all nodes
     checkpoints: tuple[CheckpointRecord, ...] = ()  # committed by this attempt, oldest first
     pruned: tuple[str, ...] = ()  # urls that retention removed
     ranks: tuple[RankReport, ...] = ()  # as last seen, so that a report can be given while agents are away
@@ -235,13 +240,21 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class FetchPeers:
+    """The agents make the snapshots of ``step`` whole from each other's."""
+
+    step: int
+    fetches: tuple[Fetch, ...]
+
+
+@dataclass(frozen=True)
 class SaveFinal:
     """Write the newest snapshot of all ranks to storage."""
 
     generation: int
 
 
-Action = StopRanks | TerminateRanks | TakeStacks | Launch | ReadCatalog | Stage | SaveFinal
+Action = StopRanks | TerminateRanks | TakeStacks | Launch | ReadCatalog | Stage | FetchPeers | SaveFinal
 
 
 @dataclass(frozen=True)

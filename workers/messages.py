@@ -228,6 +228,33 @@ class RankStacks:
 
 
 @dataclass(frozen=True)
+class Copy:
+    """A part of a memory checkpoint: what one rank had at ``step``, in the memory of a node. ``whole``: with the arrays that all ranks
+    share; else only what is the rank's own, held for a neighbour. Not verified before it is used."""
+
+    rank: int
+    step: int
+    whole: bool
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """From which nodes a rank's snapshot can be made whole, the nearest first. ``own`` is empty where its own part is sound in its slot."""
+
+    rank: int
+    own: tuple[int, ...]
+    shared: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A sound part of a snapshot that one agent can give to another: the file in its shared memory, and that file's header."""
+
+    name: str
+    header: bytes
+
+
+@dataclass(frozen=True)
 class AgentStatus:
     """What an agent knows about its node. ``version`` grows with each change within an incarnation."""
 
@@ -250,6 +277,8 @@ class AgentStatus:
     stacks_of: float | None = None  # the request that ``stacks`` answers
     stacks: tuple[RankStacks, ...] = ()
     notes: tuple[tuple[int, str], ...] = ()  # (rank, sentence) that the user should hear, oldest first
+    copies: tuple[Copy, ...] = ()  # of memory checkpoints; told when stopped
+    unfetched: dict[int, str] = field(default_factory=dict)  # step -> why this node's snapshots cannot be made whole from other nodes
 
 
 @dataclass(frozen=True)

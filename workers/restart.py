@@ -17,6 +17,7 @@ from workers.group import (
     AgentSeen,
     Decision,
     Doing,
+    FetchPeers,
     Group,
     Launch,
     ReadCatalog,
@@ -31,9 +32,10 @@ from workers.group import (
 )
 from workers.hangs import judge_hang
 from workers.incidents import STOP, close_all, new_incident, put, turned
+from workers.locating import FromPeers, from_peers, newest_in_memory, whole_in_memory
 from workers.messages import CheckpointFound, FailureClass, Outcome, RankReport, RestoreOrder, Source
 from workers.verdict import Verdict, failed, judge, only_secondary, secondary
-from workers.watching import Silence, newest_in_memory, settled, silence, training_since
+from workers.watching import Silence, settled, silence, training_since
 
 CULPRIT_S = 0.3  # how long to wait for the culprit while only consequences were seen
 PLACING_S = 120.0
@@ -106,23 +108,24 @@ def _locate(group: Group, seen: Seen, now: float) -> Decision:
         return decide(group.go(Doing.WARMING, now), seen, now)
     if not all(a.status and a.status.stopped for a in seen.agents):
         return Decision(group, (StopRanks(group.generation),), "StoppingRanks", now + REPEAT_S)
-    memory = newest_in_memory(group, seen)
-    if memory is not None and memory >= (group.checkpoint_step or 0):
-        return _launch_from(group, seen, now, RestoreOrder(Source.MEMORY, memory))
+    memory, peers = newest_in_memory(group, seen), from_peers(group, seen)
+    newest = peers.step if peers is not None else memory
+    if newest is not None and newest >= (group.checkpoint_step or 0):
+        return _without_storage(group, seen, now, newest, peers)
     if seen.catalog is None:
         if now - group.since > LAUNCH_S:
             return lose_group(group, now, "StorageUnavailable", f"storage cannot be read: {seen.catalog_problem or 'no answer'}")
         return Decision(group, (ReadCatalog(),), "ReadingCatalog", now + REPEAT_S)
     bad = {c.url for c in group.excluded}
     usable = [c for c in seen.catalog if c.problem is None and c.url not in bad]
-    if memory is not None and not any(c.step > memory for c in usable):
-        return _launch_from(group, seen, now, RestoreOrder(Source.MEMORY, memory))
+    if newest is not None and not any(c.step > newest for c in usable):
+        return _without_storage(group, seen, now, newest, peers)
     if usable:
-        newest = usable[0]
-        skipped = [c for c in seen.catalog[: seen.catalog.index(newest)] if c.url not in bad]
+        taken = usable[0]
+        skipped = [c for c in seen.catalog[: seen.catalog.index(taken)] if c.url not in bad]
         for c in skipped:
             group = group.say(now, "CheckpointSkipped", f"step {c.step} at {c.url} cannot be used: {c.problem}")
-        group = replace(group, excluded=group.excluded + tuple(skipped), restore=RestoreOrder(Source.STORAGE, newest.step, newest.url))
+        group = replace(group, excluded=group.excluded + tuple(skipped), restore=RestoreOrder(Source.STORAGE, taken.step, taken.url))
         return decide(group.go(Doing.STAGING, now), seen, now)
     complete_but_bad = [*group.excluded, *[c for c in seen.catalog if c.problem is not None and c.url not in bad]]
     if complete_but_bad:
@@ -132,6 +135,39 @@ def _locate(group: Group, seen: Seen, now: float) -> Decision:
     if group.best_step:
         group = group.say(now, "StartedFromZero", f"no snapshot and no checkpoint exists; {group.best_step} steps are done again")
     return _launch_from(group, seen, now, RestoreOrder(Source.NONE, 0))
+
+
+def _without_storage(group: Group, seen: Seen, now: float, step: int, peers: FromPeers | None) -> Decision:
+    if peers is None:
+        return _launch_from(group, seen, now, RestoreOrder(Source.MEMORY, step))
+    return decide(replace(group.go(Doing.FETCHING, now), restore=RestoreOrder(Source.PEER, step)), seen, now)
+
+
+def _fetch(group: Group, seen: Seen, now: float) -> Decision:
+    """Nodes make the snapshots of one step whole from each other's; what cannot be had makes the next best state the one to take."""
+    restore = group.restore
+    assert restore is not None
+    step = restore.step
+    if gone_agents(seen, now):
+        return decide(group.go(Doing.WARMING, now), seen, now)
+    if not all(a.status and a.status.stopped for a in seen.agents):
+        return decide(group.go(Doing.LOCATING, now), seen, now)
+    if whole_in_memory(group, seen, step):
+        group = group.say(now, "PeerStateTaken", f"step {step} is whole again, by copies from other nodes' memory")
+        return _launch_from(group, seen, now, restore)
+    problems = [f"node {a.index}: {a.status.unfetched[step]}" for a in seen.agents if a.status and step in a.status.unfetched]
+    peers = from_peers(group, seen)
+    if peers is not None and peers.step > step:
+        return decide(group.go(Doing.LOCATING, now), seen, now)
+    if now - group.since > group.spec.start_s:
+        problems.append(f"not done within start_s = {group.spec.start_s:.0f} s")
+    elif peers is None or peers.step != step:
+        problems.append("a copy is gone")
+    if problems:
+        group = group.say(now, "PeerStateFailed", f"step {step} cannot be had from other nodes' memory: {problems[0]}")
+        return decide(replace(group.go(Doing.LOCATING, now), unfetched=(*group.unfetched, step)), seen, now)
+    assert peers is not None
+    return Decision(group, (FetchPeers(step, peers.fetches),), "FetchingFromPeers", now + REPEAT_S)
 
 
 def _stage(group: Group, seen: Seen, now: float) -> Decision:
@@ -172,6 +208,8 @@ def _launch_from(group: Group, seen: Seen, now: float, restore: RestoreOrder) ->
         restore=restore,
         recovery=recovery,
         training=False,
+        unfetched=(),
+        mirrored=group.mirrored if group.mirrored is not None and group.mirrored <= restore.step else None,
         incarnations={a.index: a.status.incarnation for a in seen.agents if a.status},
     )
     return _launch(group, seen, now)
@@ -329,13 +367,14 @@ def _stop(group: Group, seen: Seen, now: float) -> Decision:
     return decide(group.go(Doing.LOCATING, now), seen, now)
 
 
-_WITHOUT_RANKS = frozenset({Doing.PLACING, Doing.WARMING, Doing.LOCATING, Doing.STAGING, Doing.STOPPING})
-_ENDS_AT_ONCE = frozenset({Doing.PLACING, Doing.WARMING, Doing.LOCATING, Doing.STAGING, Doing.LAUNCHING, Doing.STOPPING})
+_WITHOUT_RANKS = frozenset({Doing.PLACING, Doing.WARMING, Doing.LOCATING, Doing.STAGING, Doing.FETCHING, Doing.STOPPING})
+_ENDS_AT_ONCE = frozenset({Doing.PLACING, Doing.WARMING, Doing.LOCATING, Doing.STAGING, Doing.FETCHING, Doing.LAUNCHING, Doing.STOPPING})
 _HANDLERS: dict[Doing, Callable[[Group, Seen, float], Decision]] = {
     Doing.PLACING: _place,
     Doing.WARMING: _warm,
     Doing.LOCATING: _locate,
     Doing.STAGING: _stage,
+    Doing.FETCHING: _fetch,
     Doing.LAUNCHING: _launch,
     Doing.TRAINING: _train,
     Doing.STOPPING: _stop,

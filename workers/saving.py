@@ -19,8 +19,9 @@ from workers.checkpoint.format import FileEntry, Share, Tree
 from workers.checkpoint.retention import to_remove
 from workers.checkpoint.writer import commit
 from workers.group import Group, Seen
+from workers.locating import newest_in_memory
 from workers.messages import AgentStatus, CheckpointFound, GroupSpec
-from workers.watching import newest_in_memory
+from workers.mirroring import Mirror
 
 KEPT_RECORDS = 200
 LEAD_S = 1.0  # a requested step lies this far ahead, so that every rank hears of it in time
@@ -46,6 +47,7 @@ class Saver:
     call: Callable[..., Awaitable[Mapping[int, Any]]]
     group: Callable[[], Group]
     update: Callable[[Group], None]
+    mirror: Mirror
     task: asyncio.Task[None] | None = None
     asked_at: float | None = None
 
@@ -101,7 +103,9 @@ class Saver:
                 await self.call("unpin", step)
 
     async def _save(self, step: int, generation: int) -> None:
+        copied = asyncio.create_task(self.mirror.copy(step, generation))
         url = await self.save(step, generation)
+        await copied
         await self._unpin({step})
         if url is not None:
             await self._retain(url)

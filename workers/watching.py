@@ -1,4 +1,4 @@
-"""PURE: what boards and snapshots tell: that a generation trains or is silent, how long its recovery took, what memory holds.
+"""PURE: what boards and snapshots tell: that a generation trains or is silent.
 
 Invariant: all times come from where they happened (the rank's board, the launcher's waitpid), never from when they were heard of; the
 coordinator has brought them to its own clock.
@@ -87,15 +87,3 @@ PHASE_LIMITS: dict[RankPhase, Callable[[GroupSpec, float], float]] = {
     RankPhase.STEP: lambda spec, between: between,
     RankPhase.DONE: lambda spec, between: between,
 }
-
-
-def newest_in_memory(group: Group, seen: Seen) -> int | None:
-    """Newest step whose snapshot is complete and valid for every rank, each on its own node."""
-    held: dict[int, set[int]] = {}
-    for agent in seen.agents:
-        for h in agent.status.holdings if agent.status else ():
-            if h.valid:
-                held.setdefault(h.rank, set()).add(h.step)
-    if len(held) < group.spec.world_size:
-        return None
-    return max(set.intersection(*held.values()), default=None)

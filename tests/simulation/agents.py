@@ -8,7 +8,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from workers.group import AgentSeen
-from workers.messages import AgentStatus, ErrorReport, Holding, ProcessStack, RankPhase, RankReport, RankStacks, RankState, RestoreOrder
+from workers.messages import (
+    AgentStatus,
+    Copy,
+    ErrorReport,
+    Fetch,
+    Holding,
+    ProcessStack,
+    RankPhase,
+    RankReport,
+    RankStacks,
+    RankState,
+    RestoreOrder,
+    Source,
+)
 
 GLOO = ErrorReport("RuntimeError", "Connection closed by peer", "", "train.py:3 in step")
 BUG = ErrorReport("ValueError", "a bug", "", "train.py:9 in step")
@@ -49,11 +62,13 @@ class SimRank:
 
 @dataclass
 class SimAgent:
-    """``back_at``: its process is dead until then; None: it lives. Snapshots outlive it, for they are in shared memory."""
+    """``back_at``: its process is dead until then; None: it lives. Snapshots outlive it, for they are in shared memory, and so do copies
+    of a memory checkpoint: ``copied`` of its own ranks, ``guarded`` of what is their own of the ranks of the node before it."""
 
     index: int
     node_id: str
     per_node: int
+    world_size: int
     ready_at: float
     incarnation: int = 0
     back_at: float | None = None
@@ -61,6 +76,10 @@ class SimAgent:
     generation: int = -1
     ranks: list[SimRank] = field(default_factory=list)
     snapshot: int | None = None
+    damaged: bool = False  # the part of the snapshot that all nodes share
+    copied: int | None = None
+    guarded: int | None = None
+    unfetched: dict[int, str] = field(default_factory=dict)
     staged: dict[str, str | None] = field(default_factory=dict)
     stacks_of: float | None = None  # the request for stacks that it has answered
     told: AgentStatus | None = None  # what it said last
@@ -72,11 +91,29 @@ class SimAgent:
 
     def dies(self, now: float, back_in: float) -> None:
         self.back_at = now + back_in
-        self.ranks, self.staged, self.generation = [], {}, -1
+        self.ranks, self.staged, self.unfetched, self.generation = [], {}, {}, -1
 
     def loses_memory(self) -> None:
-        """Its machine went away: nothing of it is left."""
-        self.snapshot = None
+        """Its machine went away, or somebody cleaned its shared memory: nothing of it is left."""
+        self.snapshot = self.copied = self.guarded = None
+
+    def fetch(self, step: int, fetches: tuple[Fetch, ...], agents: list[SimAgent]) -> None:
+        """Take what the rule says that others have; what is not there any more cannot be had."""
+        mine = [f for f in fetches if f.rank in self.numbers]
+        if mine and step not in self.unfetched:
+            if all(self._can(step, f, agents) for f in mine):
+                self.snapshot, self.damaged = step, False
+            else:
+                self.unfetched[step] = "it is gone"
+
+    def _can(self, step: int, f: Fetch, agents: list[SimAgent]) -> bool:
+        own = [a for a in (agents[node] for node in f.own) if a.answers and step == (a.copied if a is self else a.guarded)]
+        shared = [a for a in (agents[node] for node in f.shared) if a.answers and step in (a.copied, None if a.damaged else a.snapshot)]
+        return bool(shared) and (bool(own) or (not f.own and self.snapshot == step))
+
+    @property
+    def numbers(self) -> range:
+        return range(self.index * self.per_node, (self.index + 1) * self.per_node)
 
     def advance(self, now: float) -> None:
         if self.back_at is not None and now >= self.back_at and self.unreachable_since is None:
@@ -90,10 +127,13 @@ class SimAgent:
     def launch(self, generation: int, restore: RestoreOrder, await_step: int, now: float) -> None:
         if generation <= self.generation or any(rank.ended_at is None for rank in self.ranks):
             return
-        first = self.index * self.per_node
         self.generation = generation
+        self.snapshot = restore.step if restore.source in (Source.MEMORY, Source.PEER) else None
+        self.copied = None if self.copied is not None and self.copied > restore.step else self.copied
+        self.guarded = None if self.guarded is not None and self.guarded > restore.step else self.guarded
+        self.unfetched = {}
         self.stacks_of = None
-        self.ranks = [SimRank(first + n, n, now, restore.step, await_step) for n in range(self.per_node)]
+        self.ranks = [SimRank(number, n, now, restore.step, await_step) for n, number in enumerate(self.numbers)]
 
     def stop(self, now: float) -> None:
         for rank in self.ranks:
@@ -101,7 +141,6 @@ class SimAgent:
 
     def _status(self, now: float) -> AgentStatus:
         stopped = all(rank.ended_at is not None for rank in self.ranks)
-        held = range(self.index * self.per_node, (self.index + 1) * self.per_node)
         return AgentStatus(
             index=self.index,
             incarnation=str(self.incarnation),
@@ -111,15 +150,26 @@ class SimAgent:
             generation=self.generation,
             stopped=stopped,
             ranks=tuple(self._report(rank) for rank in self.ranks),
-            holdings=tuple(Holding(r, self.snapshot, self.generation, 0, False, 1, True, True) for r in held if self.snapshot is not None),
+            holdings=() if self.snapshot is None else tuple(self._holding(rank, self.snapshot) for rank in self.numbers),
             staged=dict(self.staged),
             pinned={},
             metrics={},
+            copies=tuple(self._copies()),
+            unfetched=dict(self.unfetched),
             at=now,
             silent={rank.rank: now - (rank.step_at or rank.started_at) for rank in self.ranks},
             stacks_of=self.stacks_of,
             stacks=tuple(_stacks(rank) for rank in self.ranks if rank.ended_at is None) if self.stacks_of is not None else (),
         )
+
+    def _holding(self, rank: int, step: int) -> Holding:
+        return Holding(rank, step, self.generation, 0, False, 1, shared_valid=not self.damaged, own_valid=True)
+
+    def _copies(self) -> list[Copy]:
+        found = [] if self.copied is None else [Copy(rank, self.copied, True) for rank in self.numbers]
+        if self.guarded is not None:
+            found += [Copy((rank - self.per_node) % self.world_size, self.guarded, False) for rank in self.numbers]
+        return found
 
     def _report(self, rank: SimRank) -> RankReport:
         ended = rank.ended_at is not None

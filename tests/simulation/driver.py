@@ -113,12 +113,15 @@ class Run:
             return
         key = random.choice(keys)
         group = cluster.groups[key]
-        match random.choice(["rank", "rank", "rank", "agent", "vanish", "silent", "coordinator"]):
+        match random.choice(["rank", "rank", "rank", "memory", "memory", "agent", "vanish", "silent", "coordinator"]):
             case "rank":
                 how = random.choice(FAILS)
                 if how == "bug":
                     self.user_errors.add(key[0])
                 group.rank_fails(how, now)
+            case "memory":  # which is noticed when a rank fails
+                group.memory_fails(random.choice(["wipe", "damage"]))
+                group.rank_fails("kill", now)
             case "agent":
                 group.agent_dies(now, back_in=random.choice([0.5, 5, 100]))
             case "vanish":

@@ -9,7 +9,19 @@ from dataclasses import dataclass, field, replace
 
 from tests.simulation.agents import BUG, GLOO, SimAgent, SimRank
 from tests.simulation.clock import Dice
-from workers.group import EndRequest, Launch, ReadCatalog, SaveFinal, Seen, Stage, StopRanks, TakeStacks, TerminateRanks, new_group
+from workers.group import (
+    EndRequest,
+    FetchPeers,
+    Launch,
+    ReadCatalog,
+    SaveFinal,
+    Seen,
+    Stage,
+    StopRanks,
+    TakeStacks,
+    TerminateRanks,
+    new_group,
+)
 from workers.messages import CheckpointFound, CheckpointRecord, FailureClass, GroupReport, GroupSpec
 from workers.restart import decide
 
@@ -54,7 +66,8 @@ class SimGroup:
         return bool(self.agents)
 
     def place(self, now: float) -> None:
-        self.agents = [SimAgent(p.index, p.node_id, self.spec.processes_per_node, now + self.dice.between(0.1, 5)) for p in self.spec.nodes]
+        size = (self.spec.processes_per_node, self.spec.world_size)
+        self.agents = [SimAgent(p.index, p.node_id, *size, now + self.dice.between(0.1, 5)) for p in self.spec.nodes]
 
     @property
     def ranks(self) -> list[SimRank]:
@@ -87,7 +100,7 @@ class SimGroup:
         for rank in ranks:
             rank.reach(after, now)
         for agent in self.agents:
-            agent.snapshot = after
+            agent.snapshot, agent.damaged = after, False
         for step in range(before + 1, after + 1):
             if step % CHECKPOINT_EVERY == 0:
                 self._commit(step, now)
@@ -101,6 +114,10 @@ class SimGroup:
         url = f"{self.spec.storage_url}/{step}.{self.spec.attempt}.{generation}"
         record = CheckpointRecord(self.spec.job_id, self.spec.attempt, generation, step, url, 1, 1, self.spec.world_size, now, 0.1)
         self.group = replace(self.group, checkpoints=(*self.group.checkpoints, record)[-5:])
+        if len(self.agents) > 1 and not self.dice.fault(0.2):
+            self.group = replace(self.group, mirrored=step)
+            for agent in self.agents:
+                agent.copied = agent.guarded = step
 
     # coordinator
 
@@ -147,6 +164,10 @@ class SimGroup:
             case Stage(url):
                 for agent in self._reachable():
                     agent.staged[url] = None
+            case FetchPeers(step, fetches):
+                for agent in self._reachable():
+                    if not self.dice.fault(0.2):  # else the order is lost
+                        agent.fetch(step, fetches, self.agents)
             case SaveFinal():
                 self.final_saved = True
 
@@ -200,6 +221,15 @@ class SimGroup:
             rank.end(now, exit_code=1, error=BUG)
         else:
             rank.end(now, signal=9)
+
+    def memory_fails(self, how: str) -> None:
+        """``how``: wipe or damage."""
+        if self.agents:
+            agent = self.dice.random.choice(self.agents)
+            if how == "wipe":
+                agent.loses_memory()
+            else:
+                agent.damaged = True
 
     def agent_dies(self, now: float, back_in: float) -> None:
         if self.agents:

@@ -108,8 +108,8 @@ def error(type: str, message: str = "", place: str = "train.py:9 in step") -> Er
     return ErrorReport(type, message, f"Traceback\n{type}: {message}", place)
 
 
-def held(number: int, step: int, valid: bool = True) -> Holding:
-    return Holding(number, step, GENERATION, 0, False, 8, valid, valid)
+def held(number: int, step: int, valid: bool = True, *, shared: bool = True, own: bool = True) -> Holding:
+    return Holding(number, step, GENERATION, 0, False, 8, valid and shared, valid and own)
 
 
 def status(index: int, *ranks: RankReport, **changes: Any) -> AgentStatus:

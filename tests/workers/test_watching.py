@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.workers.make import NOW, ended, group, held, look, rank, ranks_seen, recovery, silent, spec, status, with_memory
+from tests.workers.make import NOW, ended, group, look, rank, ranks_seen, recovery, silent, spec, status
 from workers.group import AgentSeen, Doing, Recovery, Seen
 from workers.incidents import closed
 from workers.messages import RankPhase, RankReport
-from workers.watching import EXIT_S, QUIET_S, newest_in_memory, settled, silence, training_since
+from workers.watching import EXIT_S, QUIET_S, settled, silence, training_since
 
 OPEN = recovery()
 
@@ -177,19 +177,3 @@ def test_a_rank_that_raised_and_does_not_end_counts_as_ended() -> None:
     assert (after.exit_code, after.ended_at) == (1, raised.failed_at)
     for same in (rank(0), rank(0, failed_at=NOW - EXIT_S + 0.1), ended(0, -9, failed_at=NOW - 99)):
         assert settled(same, NOW) == same
-
-
-@pytest.mark.parametrize(
-    ("seen", "step"),
-    [
-        (with_memory((39, 40), (39, 40)), 40),
-        (with_memory((39, 40), (38, 39)), 39),
-        (with_memory((40,), (39,)), None),
-        (with_memory((40,), ()), None),
-        (with_memory((), ()), None),
-        (look(status(0, holdings=(held(0, 40),)), AgentSeen(1, None)), None),
-        (look(status(0, holdings=(held(0, 40), held(0, 39))), status(1, holdings=(held(1, 40, valid=False), held(1, 39)))), 39),
-    ],
-)
-def test_newest_step_that_all_ranks_hold(seen: Seen, step: int | None) -> None:
-    assert newest_in_memory(group(Doing.LOCATING), seen) == step

@@ -150,7 +150,7 @@ def parse_header(data: bytes) -> Header | None:
 def holdings(shm: Path, ranks: Sequence[int], verify: bool) -> list[Holding]:
     """The complete snapshots of ``ranks``; with ``verify`` every byte is checked against its xxh3."""
     found = []
-    for rank, slot, path, header in _headers(shm, ranks):
+    for rank, slot, path, header in headers(shm, ranks):
         if header.state == COMPLETE:
             shared, own = _problems(path, header) if verify or not header.sound else (None, None)
             size = max(0, header.end - HEADER)
@@ -161,7 +161,7 @@ def holdings(shm: Path, ranks: Sequence[int], verify: bool) -> list[Holding]:
 
 def discard_newer(shm: Path, ranks: Sequence[int], step: int) -> None:
     """Make every snapshot of a step beyond ``step`` invalid. Call it while no rank runs, before a generation restores ``step``."""
-    for _, _, path, header in _headers(shm, ranks):
+    for _, _, path, header in headers(shm, ranks):
         if header.step > step or header.state == WRITING or not header.sound:
             _put(path, AT_STATE, INVALID)
             _put(path, AT_PINNED, 0)
@@ -169,7 +169,7 @@ def discard_newer(shm: Path, ranks: Sequence[int], step: int) -> None:
 
 def unpin(shm: Path, ranks: Sequence[int], step: int) -> None:
     """Let the ranks reuse the slots that hold ``step``."""
-    for _, _, path, header in _headers(shm, ranks):
+    for _, _, path, header in headers(shm, ranks):
         if header.pinned and header.step == step:
             _put(path, AT_PINNED, 0)
 
@@ -177,7 +177,7 @@ def unpin(shm: Path, ranks: Sequence[int], step: int) -> None:
 def pinned_steps(shm: Path, ranks: Sequence[int]) -> dict[int, int | None]:
     """The oldest pinned complete step by rank, None where there is none. A few microseconds per rank."""
     steps: dict[int, int | None] = dict.fromkeys(ranks)
-    for rank, _, _, header in _headers(shm, ranks):
+    for rank, _, _, header in headers(shm, ranks):
         if header.complete and header.pinned:
             known = steps[rank]
             steps[rank] = header.step if known is None else min(known, header.step)
@@ -187,10 +187,10 @@ def pinned_steps(shm: Path, ranks: Sequence[int]) -> dict[int, int | None]:
 @contextlib.contextmanager
 def open_slot(shm: Path, rank: int, step: int) -> Iterator[SlotView]:
     """The complete snapshot of ``step``. Raises StateError where there is none, or where it was overwritten while it was read."""
-    for _, _, path, header in _headers(shm, [rank]):
+    for _, _, path, header in headers(shm, [rank]):
         if header.complete and header.step == step:
             name = f"snapshot of rank {rank} at step {step}"
-            with _mapped(path, header) as data:
+            with mapped(path, header) as data:
                 parts = [SlotPart(name, data[image], data[text]) for image, text in (header.shared_sections(), header.own_sections())]
                 yield SlotView(header, *parts)
             now = read_header(path)
@@ -200,7 +200,7 @@ def open_slot(shm: Path, rank: int, step: int) -> Iterator[SlotView]:
     raise StateError(f"there is no complete snapshot of rank {rank} at step {step} in {shm}")
 
 
-def _headers(shm: Path, ranks: Sequence[int]) -> Iterator[tuple[int, int, Path, Header]]:
+def headers(shm: Path, ranks: Sequence[int]) -> Iterator[tuple[int, int, Path, Header]]:
     for rank in ranks:
         for slot in range(SLOTS):
             path = slot_path(shm, rank, slot)
@@ -214,7 +214,7 @@ def _problems(path: Path, header: Header) -> tuple[str | None, str | None]:
     if not header.sound:
         return (f"{path.name}: its header does not match its checksum, its bytes were changed",) * 2
     try:
-        with _mapped(path, header) as data:
+        with mapped(path, header) as data:
             sound = [
                 checksum(data[image], data[text]) == xxh3
                 for (image, text), xxh3 in (
@@ -244,7 +244,7 @@ def _check(packed: bytes) -> int:
 
 
 @contextlib.contextmanager
-def _mapped(path: Path, header: Header) -> Iterator[memoryview]:
+def mapped(path: Path, header: Header) -> Iterator[memoryview]:
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < header.end:

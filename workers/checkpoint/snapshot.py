@@ -119,6 +119,8 @@ class _Slot:
             self._copy = copier(self.memory, plan.specs, plan.offsets)
             for base, layout in zip(plan.bases, plan.layouts, strict=True):
                 self.memory[base : base + len(layout.prefix)] = layout.prefix
+            shared_end, own_start = HEADER + plan.layouts[0].size, plan.bases[1]
+            self.memory[shared_end:own_start] = bytes(own_start - shared_end)  # equal on all nodes, like the part that it belongs to
             self._plan = plan
         return cold
 

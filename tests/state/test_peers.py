@@ -1,0 +1,380 @@
+"""Nodes make each other's snapshots whole: the state is the same bit for bit, or it is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.workers.make import group, look, spec, status
+from workers import exchange as exchanging
+from workers.checkpoint import peers, room
+from workers.checkpoint.peers import OWN, SHARED
+from workers.checkpoint.reader import read_snapshot
+from workers.checkpoint.slots import COMPLETE, Header, holdings, read_header, slot_path, unpin
+from workers.checkpoint.snapshot import Place, SnapshotWriter
+from workers.exchange import Exchange
+from workers.group import Doing
+from workers.locating import from_peers, whole_in_memory
+from workers.messages import Offer
+
+PER_NODE = 2
+GENERATION = 3
+
+
+def shared(step: int) -> dict[str, Any]:
+    return {
+        "model": {f"w{i}": np.arange(500 * (i + 1), dtype=np.float32) * step for i in range(5)},
+        "odd": np.ones(3, np.uint8),
+        "lr": step / 7,
+    }
+
+
+def own(step: int, rank: int) -> dict[str, Any]:
+    return {"parts": {"data": {"sample": step}}, "random": np.arange(300) * step + rank}
+
+
+class Node:
+    """A node's shared memory, its ranks' snapshots and its agent's exchange; ``reach`` stands between it and the others."""
+
+    def __init__(self, index: int, shm: Path, nodes: list[Node], count: int) -> None:
+        self.index, self.shm = index, shm
+        self.ranks = [index * PER_NODE + i for i in range(PER_NODE)]
+        self.writers = [self._writer(rank, count * PER_NODE, restored=0) for rank in self.ranks]
+        self.trains = True
+        self.reach: Callable[[Exchange], Any] = lambda other: other
+        self.exchange = Exchange(
+            shm, index, count, self.ranks, lambda node: self.reach(nodes[node].exchange), lambda generation: self.trains, self._fetched
+        )
+        self.done = asyncio.Event()
+
+    def _writer(self, rank: int, world_size: int, restored: int) -> SnapshotWriter:
+        self.shm.mkdir(exist_ok=True)
+        return SnapshotWriter(self.shm, Place(rank, world_size, rank % PER_NODE, PER_NODE, GENERATION), restored)
+
+    async def _fetched(self, ranks: Sequence[int]) -> None:
+        self.done.set()
+
+    def step(self, step: int, pin: bool = False) -> None:
+        for rank, writer in zip(self.ranks, self.writers, strict=True):
+            writer.write(step, shared(step), own(step, rank), pin)
+
+    def status(self) -> Any:
+        held = tuple(holdings(self.shm, self.ranks, verify=True))
+        return status(self.index, holdings=held, copies=peers.copies(self.shm, self.ranks), unfetched=dict(self.exchange.unfetched))
+
+    def slot(self, rank: int, step: int) -> tuple[Path, Header]:
+        found = [(slot_path(self.shm, rank, n), read_header(slot_path(self.shm, rank, n))) for n in range(3)]
+        return next((path, header) for path, header in found if header is not None and header.step == step)
+
+    def damage(self, rank: int, step: int, part: str, path: Path | None = None) -> None:
+        slot, header = self.slot(rank, step) if path is None else (path, read_header(path))
+        assert header is not None
+        arrays, _ = header.shared_sections() if part == SHARED else header.own_sections()
+        with open(slot, "r+b") as file:
+            file.seek(arrays.stop - 40)
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 1]))
+
+    def check(self, step: int) -> None:
+        """Every rank of this node reads what it had at ``step``."""
+        for rank in self.ranks:
+            found = read_snapshot(self.shm, rank, self.ranks, step)
+            assert found.step == step
+            assert found.shared["lr"] == step / 7
+            assert found.own["parts"] == own(step, rank)["parts"]
+            assert found.own["random"].tobytes() == own(step, rank)["random"].tobytes()
+            for name, value in shared(step)["model"].items():
+                assert found.shared["model"][name].tobytes() == value.tobytes()
+
+
+@pytest.fixture(params=[peers.CHUNK, 1000])
+def nodes(shm: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Node]:
+    """Two nodes of two ranks at step 40, with pieces larger than a part and smaller."""
+    monkeypatch.setattr(peers, "CHUNK", request.param)
+    return start(shm, 2)
+
+
+def start(shm: Path, count: int) -> list[Node]:
+    made: list[Node] = []
+    made.extend(Node(i, shm / f"node{i}", made, count) for i in range(count))
+    for node in made:
+        node.step(39)
+        node.step(40)
+    return made
+
+
+async def mirror(nodes: list[Node], step: int, complete: int | None = None) -> list[str | None]:
+    """What a coordinator orders for a memory checkpoint; ranks have pinned the step."""
+    said = [await node.exchange.copy(step, GENERATION, complete) for node in nodes]
+    said += [await node.exchange.guard(step, GENERATION, complete) for node in nodes]
+    for node in nodes:
+        unpin(node.shm, node.ranks, step)
+    return said
+
+
+def plan(nodes: list[Node]) -> Any:
+    """What the rule makes of what the nodes hold."""
+    seen = look(*(node.status() for node in nodes))
+    return from_peers(group(Doing.LOCATING, given=spec(len(nodes), processes_per_node=PER_NODE)), seen)
+
+
+async def fetch(nodes: list[Node]) -> int:
+    """Find the newest step that the nodes can make whole, and let them do it; returns it."""
+    found = plan(nodes)
+    assert found is not None
+    for node in nodes:
+        await node.exchange.fetch(found.step, found.fetches)
+    for node in nodes:
+        if any(f.rank in node.ranks for f in found.fetches):
+            await asyncio.wait_for(node.done.wait(), 20)
+            await node.exchange.end_fetch()
+    return int(found.step)
+
+
+def whole(nodes: list[Node], step: int) -> bool:
+    seen = look(*(node.status() for node in nodes))
+    return whole_in_memory(group(Doing.FETCHING, given=spec(len(nodes), processes_per_node=PER_NODE)), seen, step)
+
+
+def run(work: Awaitable[Any]) -> Any:
+    async def limited() -> Any:
+        return await asyncio.wait_for(work, 30)
+
+    return asyncio.run(limited())
+
+
+def test_damaged_shared_parts_are_written_anew_from_the_other_node(nodes: list[Node]) -> None:
+    """Each node lost another half of the shared arrays, so only together they have all of them."""
+    for rank in (0, 3):
+        nodes[rank // PER_NODE].damage(rank, 40, SHARED)
+    assert not whole(nodes, 40)
+    assert run(fetch(nodes)) == 40
+    assert whole(nodes, 40)
+    for node in nodes:
+        node.check(40)
+
+
+def test_a_node_whose_memory_is_gone_goes_on_from_its_guards_copy(nodes: list[Node]) -> None:
+    for node in nodes:
+        node.step(41, pin=True)
+    assert run(mirror(nodes, 41)) == [None] * 4
+    for step in (42, 43, 44):
+        for node in nodes:
+            node.step(step)
+    shutil.rmtree(nodes[1].shm)
+    nodes[1].shm.mkdir()
+    assert run(fetch(nodes)) == 41
+    assert whole(nodes, 41)
+    for node in nodes:
+        node.check(41)
+        node.writers = [node._writer(rank, 4, restored=41) for rank in node.ranks]  # the next generation goes on from there
+        assert {writer.newest for writer in node.writers} == {41}
+        node.step(42)
+        node.check(41)
+        node.check(42)
+
+
+def test_only_what_is_lost_is_fetched_when_the_copy_is_of_the_newest_step(nodes: list[Node]) -> None:
+    for node in nodes:
+        node.step(41, pin=True)
+    run(mirror(nodes, 41))
+    nodes[1].slot(3, 41)[0].unlink()
+    assert [f.rank for f in plan(nodes).fetches] == [3]
+    assert run(fetch(nodes)) == 41
+    nodes[1].check(41)
+
+
+@pytest.mark.parametrize("part", [SHARED, OWN])
+def test_damaged_copies_are_not_given(shm: Path, part: str) -> None:
+    """Of three nodes: another one's replica stands in for a damaged shared part, nobody's for what is a rank's own."""
+    nodes = start(shm, 3)
+    for node in nodes:
+        node.step(41, pin=True)
+    run(mirror(nodes, 41))
+    for node in nodes:
+        node.step(42)
+        node.step(43)
+    shutil.rmtree(nodes[1].shm)
+    nodes[1].shm.mkdir()
+    giver = nodes[2]  # guards node 1, and is the first to be asked for the shared arrays
+    giver.damage(2, 41, part, giver.shm / "copies-41" / f"snap-{2 if part == OWN else 4}-0")
+    assert run(fetch(nodes)) == 41
+    if part == SHARED:
+        assert not nodes[1].exchange.unfetched
+        nodes[1].check(41)
+    else:
+        assert "no sound copy of what is rank 2's own" in nodes[1].exchange.unfetched[41]
+        assert not whole(nodes, 41)
+
+
+def test_a_replica_with_other_bits_is_refused(nodes: list[Node]) -> None:
+    for rank, writer in zip(nodes[1].ranks, nodes[1].writers, strict=True):
+        writer.write(40, shared(41), own(40, rank), pin=False)
+    nodes[0].damage(0, 40, SHARED)
+    run(fetch(nodes))
+    assert "not the same, bit for bit" in nodes[0].exchange.unfetched[40]
+    assert not whole(nodes, 40)
+
+
+class Damaging:
+    """A way between two nodes on which one byte of every piece is flipped."""
+
+    def __init__(self, other: Exchange) -> None:
+        self.offer = other.offer
+        self._give = other.give
+
+    async def give(self, name: str, at: int, size: int) -> Any:
+        data = (await self._give(name, at, size)).copy()
+        data[size // 2] ^= 1
+        return data
+
+
+def test_what_was_damaged_on_the_way_does_not_count(nodes: list[Node]) -> None:
+    nodes[0].reach = Damaging
+    nodes[0].damage(0, 40, SHARED)
+    run(fetch(nodes))
+    assert "does not match its checksum" in nodes[0].exchange.unfetched[40]
+    assert not whole(nodes, 40)
+    for node in nodes:
+        node.step(41, pin=True)
+    said = run(mirror(nodes, 41))
+    assert "damaged on the way" in said[2]
+    assert not peers.copies(nodes[0].shm, nodes[0].ranks)
+
+
+class Away:
+    """Another agent that cannot be reached at first."""
+
+    def __init__(self, other: Exchange, left: list[int]) -> None:
+        self._other, self._left = other, left
+        self.give = other.give
+
+    async def offer(self, rank: int, step: int, part: str) -> Offer | None:
+        if self._left:
+            self._left.pop()
+            raise ConnectionError("away")
+        return await self._other.offer(rank, step, part)
+
+
+def test_an_agent_that_returns_is_asked_again(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchanging, "AGAIN_S", 0.01)
+    left = [1, 2, 3]
+    nodes[0].reach = lambda other: Away(other, left)
+    nodes[0].damage(0, 40, SHARED)
+    run(fetch(nodes))
+    assert not left
+    nodes[0].check(40)
+
+
+def test_an_agent_that_does_not_return_is_given_up(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchanging, "AGAIN_S", 0.01)
+    monkeypatch.setattr(exchanging, "RETURN_S", 0.1)
+    nodes[0].reach = lambda other: Away(other, [1] * 10**6)
+    nodes[0].damage(0, 40, SHARED)
+    run(fetch(nodes))
+    assert nodes[0].exchange.unfetched == {40: "away"}
+
+
+class Stuck(Damaging):
+    def __init__(self, other: Exchange, asked: asyncio.Event) -> None:
+        super().__init__(other)
+        self._asked = asked
+
+    async def give(self, name: str, at: int, size: int) -> Any:
+        self._asked.set()
+        await asyncio.sleep(3600)
+
+
+def test_a_fetch_that_is_ended_writes_nothing_more(nodes: list[Node]) -> None:
+    async def work() -> None:
+        for node in nodes:
+            node.step(41, pin=True)
+        await mirror(nodes, 41)
+        nodes[1].slot(2, 41)[0].unlink()
+        asked = asyncio.Event()
+        nodes[1].reach = lambda other: Stuck(other, asked)
+        found = plan(nodes)
+        await nodes[1].exchange.fetch(found.step, [type(f)(f.rank, (0,), f.shared) for f in found.fetches])
+        await asked.wait()
+        await nodes[1].exchange.end_fetch()
+        assert not whole(nodes, 41)
+        path, header = nodes[1].slot(2, 41)
+        assert header.state != COMPLETE
+        before = path.read_bytes()
+        await asyncio.sleep(0)
+        assert path.read_bytes() == before
+
+    run(work())
+
+
+def test_a_guard_holds_no_memory_for_shared_arrays(shm: Path) -> None:
+    nodes = start(shm, 2)
+    for node in nodes:
+        for rank, writer in zip(node.ranks, node.writers, strict=True):
+            writer.write(41, {"w": np.ones(1 << 20), "v": np.ones(1 << 20)}, own(41, rank), pin=True)
+    assert run(mirror(nodes, 41)) == [None] * 4
+    guarded = nodes[0].shm / "copies-41" / "snap-2-0"
+    assert run(nodes[0].exchange.offer(2, 41, OWN)) is not None
+    assert run(nodes[0].exchange.offer(2, 41, SHARED)) is None
+    assert guarded.stat().st_size > 8 << 20
+    assert guarded.stat().st_blocks * 512 < 64 << 10
+
+
+def test_older_memory_checkpoints_go_when_a_newer_one_is_complete(nodes: list[Node]) -> None:
+    async def work() -> None:
+        for step, complete in ((41, None), (42, 41)):
+            for node in nodes:
+                node.step(step, pin=True)
+            await mirror(nodes, step, complete)
+            assert {c.step for c in peers.copies(nodes[0].shm, [0, 1])} == {step, complete} - {None}
+        for node in nodes:
+            node.exchange.drop({42})
+        assert {c.step for c in peers.copies(nodes[0].shm, [0, 1])} == {42}
+        nodes[0].exchange.drop_newer(42)
+        assert peers.copies(nodes[0].shm, [0, 1])
+        nodes[0].exchange.drop_newer(41)
+        assert not peers.copies(nodes[0].shm, [0, 1])
+
+    run(work())
+
+
+def test_copies_of_a_generation_that_has_ended_are_thrown_away(nodes: list[Node]) -> None:
+    for node in nodes:
+        node.step(41, pin=True)
+        node.trains = False
+    assert all(said and "ended" in said for said in run(mirror(nodes, 41))[:2])
+    assert not list(nodes[0].shm.glob("copies-*"))
+
+
+def test_no_copy_where_memory_is_short(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    for node in nodes:
+        node.step(41, pin=True)
+    monkeypatch.setattr(exchanging, "free_bytes", lambda shm: 50_000)
+    said = run(nodes[0].exchange.copy(41, GENERATION, None))
+    assert "50000 are" in said
+    assert "more memory" in said
+    assert not list(nodes[0].shm.glob("copies-*"))
+
+
+def test_room_is_what_folder_machine_and_control_groups_leave(shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 < room.free_bytes(shm) <= shutil.disk_usage(shm).free
+    for folder in (tmp_path, tmp_path / "memory"):  # where version 2 and version 1 have the root of a container
+        folder.mkdir(exist_ok=True)
+        (folder / "memory.max").write_text("9000\n")
+        (folder / "memory.current").write_text("4000\n")
+    monkeypatch.setattr(room, "CGROUPS", tmp_path)
+    assert room.free_bytes(shm) == 5000
+
+
+@pytest.mark.parametrize("name", ["../secret", "copies-1/../snap-0-0", "launcher.json", "snap-0-0/x"])
+def test_nothing_but_snapshots_is_given(shm: Path, name: str) -> None:
+    with pytest.raises(peers.StateError, match="is no snapshot"):
+        peers.read(shm, name, 0, 1)
