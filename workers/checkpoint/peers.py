@@ -102,7 +102,7 @@ def offer(shm: Path, ranks: Collection[int], rank: int, step: int, part: str) ->
         files.append(shm / f"copies-{step}" / f"snap-{rank}-0")
     for path in files:
         header = read_header(path)
-        if header is not None and header.complete and header.step == step and _sound(path, header, part):
+        if header is not None and header.complete and (header.rank, header.step) == (rank, step) and _sound(path, header, part):
             return Offer(str(path.relative_to(shm)), header.pack())
     return None
 

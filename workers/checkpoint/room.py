@@ -11,7 +11,11 @@ from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
-_NAMES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))  # of cgroup v2, of v1
+# (limit, used, what the kernel takes back when it needs memory: cached files) of cgroup v2, of v1
+_NAMES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 def free_bytes(shm: Path) -> int:
@@ -40,7 +44,16 @@ def _of_groups() -> list[int]:
 
 
 def _left(folder: Path) -> list[int]:
-    for limit, used in _NAMES:
+    for limit, used, cached in _NAMES:
         with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
-            return [max(0, int((folder / limit).read_text()) - int((folder / used).read_text()))]
+            left = int((folder / limit).read_text()) - int((folder / used).read_text())
+            return [max(0, left + _counter(folder / "memory.stat", cached))]
     return []
+
+
+def _counter(file: Path, name: str) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        for line in file.read_text().splitlines():
+            if line.startswith(f"{name} "):
+                return int(line.split()[1])
+    return 0

@@ -16,7 +16,7 @@ import mmap
 import os
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -28,14 +28,14 @@ from workers.checkpoint.tree import StateError
 from workers.messages import Holding
 
 MAGIC = b"KEEPSNAP"
-VERSION = 2
+VERSION = 3
 HEADER = 4096
 SLOTS = 3
 
 EMPTY, WRITING, COMPLETE, INVALID = range(4)
 
-# magic, version, state, pinned, world size, step, generation, sequence, bytes of the four sections, xxh3 of both parts, xxh3 of the header
-_HEADER = struct.Struct("<8sIIIIQQQQQQQQQQ")
+# magic, version, state, pinned, rank, world size, step, generation, sequence, bytes of the four sections, xxh3 of both parts, of the header
+_HEADER = struct.Struct("<8sIIIIIQQQQQQQQQQ")
 AT_STATE = 12
 AT_PINNED = 16
 _WORD = struct.Struct("<I")
@@ -50,6 +50,7 @@ class Header:
 
     state: int
     pinned: bool
+    rank: int
     world_size: int
     step: int
     generation: int
@@ -81,13 +82,13 @@ class Header:
         return slice(start, start + self.own_arrays), slice(self.end - self.own_text, self.end)
 
     def pack(self) -> bytes:
-        fields = (self.world_size, self.step, self.generation, self.sequence)
+        fields = (self.rank, self.world_size, self.step, self.generation, self.sequence)
         sizes = (self.shared_arrays, self.own_arrays, self.shared_text, self.own_text)
         packed = _HEADER.pack(MAGIC, VERSION, self.state, self.pinned, *fields, *sizes, self.shared_xxh3, self.own_xxh3, 0)
         return packed[:_AT_CHECK] + _CHECK.pack(_check(packed))
 
 
-NOTHING = Header(EMPTY, False, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+NOTHING = Header(EMPTY, False, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -201,18 +202,19 @@ def open_slot(shm: Path, rank: int, step: int) -> Iterator[SlotView]:
 
 
 def headers(shm: Path, ranks: Sequence[int]) -> Iterator[tuple[int, int, Path, Header]]:
+    """(rank, slot, file, header). The slot of another rank that lies in its place is not sound."""
     for rank in ranks:
         for slot in range(SLOTS):
             path = slot_path(shm, rank, slot)
             header = read_header(path)
             if header is not None:
-                yield rank, slot, path, header
+                yield rank, slot, path, header if header.rank == rank else replace(header, sound=False)
 
 
 def _problems(path: Path, header: Header) -> tuple[str | None, str | None]:
     """What is wrong with (the shared part, the own part)."""
     if not header.sound:
-        return (f"{path.name}: its header does not match its checksum, its bytes were changed",) * 2
+        return (f"{path.name}: its header does not match its checksum, or is that of another rank; the file was changed",) * 2
     try:
         with mapped(path, header) as data:
             sound = [

@@ -179,7 +179,7 @@ class SnapshotWriter:
         slot, pinned = self._choose()
         self._sequence += 1
         pin = pin and not pinned
-        counts = (self._place.world_size, step, self._place.generation, self._sequence)
+        counts = (self._place.rank, self._place.world_size, step, self._place.generation, self._sequence)
         header = Header(COMPLETE, pin, *counts, *plan.sizes, len(texts[0]), len(texts[1]), 0, 0)
         cold = slot.reserve(header.end, plan)
         slot.fill(header, [leaves[i][1] for i in plan.picks], texts)
