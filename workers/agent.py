@@ -19,13 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from workers.checkpoint import peers
+from workers.checkpoint.background import in_thread
 from workers.checkpoint.catalog import UNREADABLE, stage, unstage
+from workers.checkpoint.format import Share
 from workers.checkpoint.slots import discard_newer, holdings, pinned_steps, unpin
+from workers.checkpoint.tree import StateError
+from workers.checkpoint.trial import RestoreTrial
 from workers.checkpoint.writer import write_share
 from workers.exchange import Exchange
 from workers.group import Kept
 from workers.kept import read_kept, write_kept
-from workers.messages import AgentStatus, Copy, Fetch, GroupSpec, Holding, LaunchOrder, Offer, RankStacks, Source
+from workers.messages import AgentStatus, Copy, Fetch, GroupSpec, Holding, LaunchOrder, Offer, RankStacks, SaveProgress, Source
 from workers.neighbours import Neighbour
 from workers.processes import SHM, end_group, remove_shared_memory
 from workers.ranks import Ranks
@@ -36,10 +40,26 @@ BEAT_S = 0.5  # longest silence of a poll
 LOOK_S = 0.02  # between two readings of the boards
 LEASE_S = 60.0
 STAGE_TRIES = 3
+MAX_STUCK_WRITES = 2  # given up, but still in the hands of a storage that does not answer
 
 
 class StaleLeader(Exception):
     """The order came from a coordinator that has been replaced."""
+
+
+class ShareWrite:
+    """The write of a share while it lasts. ``abandon`` ends it at its next piece, and for its caller at once."""
+
+    def __init__(self, step: int) -> None:
+        self.progress = SaveProgress(step, 0, 0)
+        self.abandoned = asyncio.Event()
+        self.done = False
+
+    def wrote(self, count: int, total: int) -> None:
+        """Called by the writing thread."""
+        if self.abandoned.is_set():
+            raise StateError("its coordinator gave the write up")
+        self.progress = SaveProgress(self.progress.step, count, total)
 
 
 class Agent:
@@ -60,7 +80,8 @@ class Agent:
         self.stuck: list[int] = []
         self.staged: dict[str, str | None] = {}
         self.staging: set[str] = set()
-        self.writing: int | None = None
+        self.writing: ShareWrite | None = None
+        self.stuck_writes: list[ShareWrite] = []
         self.pinned: dict[int, int] = {}
         self.stacks: tuple[float | None, tuple[RankStacks, ...]] = (None, ())  # the request that they answer
         self._taking: float | None = None
@@ -170,6 +191,7 @@ class Agent:
             notes=tuple(self.ranks.log_problems),
             copies=self.copies if stopped else (),
             unfetched=dict(self.exchange.unfetched),
+            saving=self.writing.progress if self.writing else None,
         )
 
     # orders of the coordinator; each answers with the status
@@ -254,7 +276,7 @@ class Agent:
         """Verify the snapshots; pins of checkpoints that nobody writes any more are given back."""
         found = await asyncio.to_thread(holdings, self.shm, self.ranks.numbers, True)
         for holding in found:
-            if holding.pinned and holding.step != self.writing:
+            if holding.pinned and (self.writing is None or holding.step != self.writing.progress.step):
                 unpin(self.shm, self.ranks.numbers, holding.step)
         self.pinned = {}
         self.held = tuple(found)
@@ -338,14 +360,43 @@ class Agent:
     async def write_share(self, term: int, step: int, generation: int) -> dict[str, Any]:
         """Write this node's share of the checkpoint of ``step`` from its snapshots; keeps them until it is done."""
         self._obey(term)
-        self.writing = step
+        self.stuck_writes = [w for w in self.stuck_writes if not w.done]
+        if len(self.stuck_writes) >= MAX_STUCK_WRITES:
+            raise StateError(f"{len(self.stuck_writes)} earlier writes still hang in {self.spec.storage_url}, which must answer first")
+        writing = self.writing = ShareWrite(step)
+        work = asyncio.create_task(self._write(writing, generation))
+        gone = asyncio.create_task(writing.abandoned.wait())
         try:
-            spec = self.spec
-            place = (self.index, len(spec.nodes), self.ranks.numbers)
-            share = await asyncio.to_thread(write_share, self.shm, spec.storage_url, step, spec.attempt, generation, *place)
-            return asdict(share)
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                self.stuck_writes.append(writing)
+                work.add_done_callback(lambda task: task.exception())  # nobody else hears of it
+                raise StateError("the write was given up")
+            return asdict(work.result())
         finally:
-            self.writing = None
+            gone.cancel()
+            if self.writing is writing:
+                self.writing = None
+
+    async def _write(self, writing: ShareWrite, generation: int) -> Share:
+        spec = self.spec
+        which = (spec.storage_url, writing.progress.step, spec.attempt, generation)
+        place = (self.index, len(spec.nodes), self.ranks.numbers)
+        try:
+            return await in_thread(write_share, self.shm, *which, *place, writing.wrote)
+        finally:
+            writing.done = True
+
+    async def abandon_share(self, term: int, step: int) -> None:
+        """Storage does not answer: whoever waits for the share of ``step`` is released, and the write ends when it can."""
+        self._obey(term)
+        if self.writing is not None and self.writing.progress.step == step:
+            self.writing.abandoned.set()
+
+    async def try_restore(self, term: int, url: str, step: int) -> RestoreTrial | None:
+        """Read a checkpoint back in a child of the launcher, as ranks would; None where the child was ended before it could tell."""
+        self._obey(term)
+        return await self.ranks.try_restore(url, step)
 
     async def unpin(self, term: int, step: int) -> None:
         self._obey(term)

@@ -19,6 +19,8 @@ from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from workers.agent import Agent, StaleLeader
+from workers.checkpoint.background import in_thread
+from workers.checkpoint.lease import Fenced
 from workers.clocks import Offset, on_our_clock
 from workers.group import (
     REPEAT_S,
@@ -48,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 POLL_S = 3.0  # an agent that does not answer a poll for this long is missing
 ORDER_S = 60.0
-LONG_ORDERS = frozenset({"write_share", "stage", "copy_slots", "guard_copies"})  # bound by storage or size, not by us
+LONG_ORDERS = frozenset({"write_share", "stage", "copy_slots", "guard_copies", "try_restore"})  # bound by storage or size, not by us
 
 
 def coordinator_name(key: str) -> str:
@@ -112,11 +114,14 @@ class Coordinator:
         self._offsets: dict[int, Offset] = {}  # of the nodes' clocks
         self.catalog: tuple[CheckpointFound, ...] | None = None
         self.catalog_problem: str | None = None
+        self.past_generation = -1
+        self.refused: str | None = None  # why this attempt may not use the job's folder
         self.final_saved = False
+        self.final_problem: str | None = None
         self.end_request: EndRequest | None = None
         self.closed = False
         self.mirror = Mirror(spec, self._all, lambda: self.group, self._update)
-        self.saver = Saver(spec, self._all, lambda: self.group, self._update, self.mirror)
+        self.saver = Saver(spec, self._all, lambda: self.group, self._update, self._observation, self.mirror)
         self._running: dict[Action, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
         self._news = News()
@@ -161,7 +166,16 @@ class Coordinator:
         return decision.look_again_at
 
     def _observation(self) -> Seen:
-        return Seen(tuple(self.seen.values()), self.catalog, self.catalog_problem, self.final_saved, self.end_request)
+        return Seen(
+            tuple(self.seen.values()),
+            self.catalog,
+            self.catalog_problem,
+            self.final_saved,
+            self.end_request,
+            self.final_problem,
+            self.past_generation,
+            self.refused,
+        )
 
     def _update(self, group: Group) -> None:
         """The saver's changes: kept like every other."""
@@ -313,7 +327,7 @@ class Coordinator:
                     await self._all("fetch", step, fetches)
                 case SaveFinal(generation):
                     await self._all("stop", generation, self._kept())
-                    await self.saver.save_final(self._observation())
+                    self.final_problem = await self.saver.save_final(self._observation())
                     self.final_saved = True
         except Exception as error:
             _log.warning("%s failed, the rule repeats it or gives up in time: %s", action, error)
@@ -329,8 +343,10 @@ class Coordinator:
 
     async def _read_catalog(self) -> None:
         try:
-            self.catalog = await asyncio.to_thread(read_catalog, self.spec)
+            self.catalog, self.past_generation = await in_thread(read_catalog, self.spec, self.group.generation)
             self.catalog_problem = None
+        except Fenced as error:
+            self.refused = str(error)
         except Exception as error:
             self.catalog_problem = f"{type(error).__name__}: {error}"
 
@@ -367,6 +383,8 @@ class Coordinator:
             events=group.events,
             checkpoints=group.checkpoints,
             pruned=group.pruned,
+            checks=group.checks,
+            saving=self.saver.progress,
             started_at=group.started_at,
             resumed_step=group.restore.step if group.restore else None,
             restored_from=group.restore.source if group.restore else Source.NONE,
@@ -389,6 +407,8 @@ class Coordinator:
 
     async def drill(self, fault: str, rank: int) -> str:
         """Raises ValueError when the fault cannot be injected now."""
+        if fault == "corrupt_checkpoint":
+            return await self.saver.corrupt_newest()
         index = rank // self.spec.processes_per_node
         try:
             said, status = await self.agents[index].drill.remote(self.term, fault, rank)

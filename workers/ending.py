@@ -27,6 +27,10 @@ FINAL_SAVE_S = 900.0
 
 
 def finish(group: Group, seen: Seen, now: float) -> Decision:
+    if seen.final_saved and seen.final_problem is not None:
+        group = group.say(now, "FinalCheckpointFailed", seen.final_problem)
+        message = f"all ranks ended with 0, the final checkpoint could not be written: {seen.final_problem}"
+        return close_group(group, now, Outcome.SUCCEEDED, "Completed", message)
     if seen.final_saved:
         return close_group(group, now, Outcome.SUCCEEDED, "Completed", f"all {group.spec.world_size} ranks ended with 0")
     left = any(a.node_lost for a in seen.agents) or (gone_agents(seen, now) and now - group.since > AGENT_RETURN_S)

@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from workers.messages import (
     AgentStatus,
+    CheckpointCheck,
     CheckpointFound,
     CheckpointRecord,
     Failure,
@@ -27,6 +28,7 @@ AGENT_LOST_S = 3.0  # heartbeats missed for this long: the agent is missing
 AGENT_RETURN_S = 45.0  # the coordinator makes a new agent within this time, else its node counts as lost
 REPEAT_S = 1.0  # how often an action is repeated until its effect is seen
 KEPT_EVENTS = 200
+KEPT_RECORDS = 200  # of checkpoints
 KEPT_INCIDENTS = 50
 
 
@@ -106,6 +108,7 @@ class Group:
     mirrored: int | None = None  # step of the newest memory checkpoint that is complete on all nodes
     checkpoints: tuple[CheckpointRecord, ...] = ()  # committed by this attempt, oldest first
     pruned: tuple[str, ...] = ()  # urls that retention removed
+    checks: tuple[CheckpointCheck, ...] = ()  # what reading checkpoints back has shown, oldest first
     ranks: tuple[RankReport, ...] = ()  # as last seen, so that a report can be given while agents are away
     end: EndRequest | None = None
     events: tuple[GroupEvent, ...] = ()
@@ -127,10 +130,20 @@ class Group:
         """The outcome is known; what is left must still be ended."""
         return replace(self.go(Doing.CLOSING, now), outcome=outcome, reason=reason, message=message)
 
+    def checked(self, now: float, url: str, problem: str | None) -> Group:
+        """The bytes of a checkpoint were read."""
+        return replace(self, checks=(*self.checks, CheckpointCheck(url, now, problem))[-KEPT_RECORDS:])
+
+    @property
+    def damaged(self) -> frozenset[str]:
+        """Urls of checkpoints that did not hold when they were last read."""
+        newest = {c.url: c.problem for c in self.checks}
+        return frozenset([c.url for c in self.excluded] + [url for url, problem in newest.items() if problem is not None])
+
     @property
     def checkpoint_step(self) -> int | None:
         """Of the newest checkpoint that this attempt committed and has not found bad."""
-        bad = {c.url for c in self.excluded}
+        bad = self.damaged
         return max((c.step for c in self.checkpoints if c.url not in bad), default=None)
 
     @property
@@ -193,8 +206,11 @@ class Seen:
     agents: tuple[AgentSeen, ...]
     catalog: tuple[CheckpointFound, ...] | None = None
     catalog_problem: str | None = None
-    final_saved: bool = False
+    final_saved: bool = False  # the write of the final checkpoint is over
     end: EndRequest | None = None
+    final_problem: str | None = None  # why it is not in storage
+    past_generation: int = -1  # newest generation of this attempt that storage knows
+    refused: str | None = None  # why this attempt may not use the job's folder
 
 
 @dataclass(frozen=True)

@@ -46,9 +46,9 @@ _STUCK_S = 5.0  # a killed process that is still there after this long is in the
 class Child:
     """What a fork is to become; returned by ``serve`` in the child only."""
 
-    role: str  # "rank" | "store"
+    role: str  # "rank" | "store" | "trial"
     order: dict[str, Any]
-    fd: int  # the rank's log pipe, or the pipe on which the store says its port
+    fd: int  # the rank's log pipe, or the pipe on which the store says its port; -1: none
 
 
 @dataclass
@@ -58,6 +58,7 @@ class Launcher:
     link: socket.socket
     ranks: dict[int, int] = field(default_factory=dict)  # pid -> rank
     stores: dict[int, int] = field(default_factory=dict)  # pid -> generation
+    trials: set[int] = field(default_factory=set)  # pids of restore tests
 
     def serve(self) -> Child | None:
         """Answer orders until the socket closes (None), or return in a child with what it shall be."""
@@ -91,6 +92,8 @@ class Launcher:
                 return self.fork_rank(order, fds[0])
             case "store":
                 return self.fork_store(order)
+            case "trial":
+                return self.fork_trial(order)
             case "kill":
                 stuck = self.end_all(keep_stores_after=order["generation"])
                 self.say(op="killed", generation=order["generation"], stuck=stuck)
@@ -118,6 +121,13 @@ class Launcher:
         self.say(op="store", generation=order["generation"], port=port)
         return None
 
+    def fork_trial(self, order: dict[str, Any]) -> Child | None:
+        pid = os.fork()
+        if pid == 0:
+            return Child("trial", order, -1)
+        self.trials.add(pid)
+        return None
+
     def reap(self) -> None:
         """Collect every child that ended; adopted orphans too, so that no zombie stays."""
         while True:
@@ -132,6 +142,9 @@ class Launcher:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGKILL)  # data loader workers and other children end with their rank
                 self.say(op="exited", rank=rank, pid=pid, at=time.time(), code=os.waitstatus_to_exitcode(status))
+            if pid in self.trials:
+                self.trials.remove(pid)
+                self.say(op="trial_ended", code=os.waitstatus_to_exitcode(status))
             generation = self.stores.pop(pid, None)
             if generation is not None:
                 self.say(op="store_ended", generation=generation)
@@ -231,6 +244,11 @@ def main() -> None:
     if child.role == "store":
         os.setsid()
         serve_store(child.order, child.fd)
+    if child.role == "trial":
+        from workers.checkpoint.trial import run_trial
+
+        run_trial(config, child.order)
+        return
     from workers.rank import run_rank
 
     sys.exit(run_rank(config, child.order, child.fd))

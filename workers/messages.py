@@ -112,6 +112,7 @@ class GroupSpec:
     hang_s: float | None  # None: auto
     grace_s: float
     silence_s: float | None = None  # opt-in, for scripts that report no steps: no output and no CPU time for so long is a hang
+    auto_checkpoints: bool = False  # beside the two above: at the interval that the measured cost and failures ask for
     first_generation: int = 0  # generations count on over attempts of a job
     prior_failures: tuple[Failure, ...] = ()  # of earlier attempts: budgets survive every restart
     prior_best_step: int | None = None
@@ -255,6 +256,15 @@ class Offer:
 
 
 @dataclass(frozen=True)
+class SaveProgress:
+    """A checkpoint that is being written: bytes that are there, and in all."""
+
+    step: int
+    bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True)
 class AgentStatus:
     """What an agent knows about its node. ``version`` grows with each change within an incarnation."""
 
@@ -279,6 +289,7 @@ class AgentStatus:
     notes: tuple[tuple[int, str], ...] = ()  # (rank, sentence) that the user should hear, oldest first
     copies: tuple[Copy, ...] = ()  # of memory checkpoints; told when stopped
     unfetched: dict[int, str] = field(default_factory=dict)  # step -> why this node's snapshots cannot be made whole from other nodes
+    saving: SaveProgress | None = None  # this node's share of a checkpoint
 
 
 @dataclass(frozen=True)
@@ -368,6 +379,15 @@ class CheckpointRecord:
 
 
 @dataclass(frozen=True)
+class CheckpointCheck:
+    """The bytes of a checkpoint were read. ``problem``: what does not hold; None: all do."""
+
+    url: str
+    at: float
+    problem: str | None
+
+
+@dataclass(frozen=True)
 class GroupReport:
     """What a coordinator knows about its group; idempotent to receive twice, ``version`` grows with each change."""
 
@@ -387,6 +407,8 @@ class GroupReport:
     events: tuple[GroupEvent, ...] = ()
     checkpoints: tuple[CheckpointRecord, ...] = ()
     pruned: tuple[str, ...] = ()  # urls of checkpoints that retention removed
+    checks: tuple[CheckpointCheck, ...] = ()  # oldest first, those of earlier attempts' checkpoints too
+    saving: SaveProgress | None = None  # all nodes together
     started_at: float | None = None  # first time RUNNING
     resumed_step: int | None = None  # step that the newest generation went on from, once it is known
     restored_from: Source = Source.NONE  # and where that state came from

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.board import Board
+from workers.checkpoint.trial import TRIAL_ANSWER, RestoreTrial, clear, read_answer
 from workers.disks import full
 from workers.environ import launcher_environment, rank_environment
 from workers.launcher import MESSAGE_BYTES
@@ -65,6 +66,7 @@ class Ranks:
         self.drilled: str | None = None  # a drill that will end the whole agent
         self._stores: dict[int, asyncio.Future[int]] = {}
         self._killed: dict[int, asyncio.Future[list[int]]] = {}
+        self._trial: asyncio.Future[int] | None = None
         self._reserved: socket.socket | None = None
         self._reserved_for: int | None = None
 
@@ -131,6 +133,7 @@ class Ranks:
                 rank.report = replace(rank.report, launcher_lost=not rank.report.ours)
                 self._on_exited(number, rank.report.pid or 0, time.time(), -signal.SIGKILL)
         waiting: list[asyncio.Future[Any]] = [*self._stores.values(), *self._killed.values()]
+        self._on_trial_ended(-signal.SIGKILL)
         for future in waiting:
             future.cancel()
         self._stores.clear()
@@ -178,6 +181,10 @@ class Ranks:
         future = self._killed.pop(generation, None)
         if future is not None and not future.done():
             future.set_result(stuck)
+
+    def _on_trial_ended(self, code: int) -> None:
+        if self._trial is not None and not self._trial.done():
+            self._trial.set_result(code)
 
     def _on_exited(self, rank: int, pid: int, at: float, code: int) -> None:
         known = self._ranks.get(rank)
@@ -270,6 +277,20 @@ class Ranks:
             self._stores.pop(generation, None)
             return stuck
         return []
+
+    async def try_restore(self, url: str, step: int) -> RestoreTrial | None:
+        """Fork a child that reads a checkpoint back; see checkpoint.trial. One at a time."""
+        if self._trial is not None and not self._trial.done():
+            return None
+        answer = self.shm / TRIAL_ANSWER
+        answer.unlink(missing_ok=True)
+        self._trial = asyncio.get_running_loop().create_future()
+        self._say(op="trial", url=url, step=step, ranks=list(self.numbers), world_size=self.spec.world_size)
+        try:
+            await self._trial
+            return read_answer(answer)
+        finally:
+            clear(self.shm)
 
     def terminate(self) -> None:
         """SIGTERM to the main process of each rank that lives, once."""

@@ -112,6 +112,8 @@ def _locate(group: Group, seen: Seen, now: float) -> Decision:
     newest = peers.step if peers is not None else memory
     if newest is not None and newest >= (group.checkpoint_step or 0):
         return _without_storage(group, seen, now, newest, peers)
+    if seen.refused is not None:
+        return close_group(group, now, Outcome.FAILED, "StorageRefused", seen.refused)
     if seen.catalog is None:
         if now - group.since > LAUNCH_S:
             return lose_group(group, now, "StorageUnavailable", f"storage cannot be read: {seen.catalog_problem or 'no answer'}")
@@ -125,6 +127,7 @@ def _locate(group: Group, seen: Seen, now: float) -> Decision:
         skipped = [c for c in seen.catalog[: seen.catalog.index(taken)] if c.url not in bad]
         for c in skipped:
             group = group.say(now, "CheckpointSkipped", f"step {c.step} at {c.url} cannot be used: {c.problem}")
+            group = group.checked(now, c.url, c.problem)
         group = replace(group, excluded=group.excluded + tuple(skipped), restore=RestoreOrder(Source.STORAGE, taken.step, taken.url))
         return decide(group.go(Doing.STAGING, now), seen, now)
     complete_but_bad = [*group.excluded, *[c for c in seen.catalog if c.problem is not None and c.url not in bad]]
@@ -184,6 +187,7 @@ def _stage(group: Group, seen: Seen, now: float) -> Decision:
     if problems:
         group = group.say(now, "CheckpointSkipped", f"step {restore.step} at {url} cannot be used: {problems[0]}")
         bad = CheckpointFound(url, restore.step, problems[0])
+        group = group.checked(now, url, problems[0])
         return decide(replace(group.go(Doing.LOCATING, now), excluded=(*group.excluded, bad)), seen, now)
     if len(answers) == len(seen.agents):
         return _launch_from(group, seen, now, restore)
@@ -204,7 +208,7 @@ def _launch_from(group: Group, seen: Seen, now: float, restore: RestoreOrder) ->
         group = group.say(now, "Restoring", f"resuming from the checkpoint of step {restore.step}")
     group = replace(
         group.go(Doing.LAUNCHING, now),
-        generation=group.generation + 1,
+        generation=_newest_generation(group, seen) + 1,
         restore=restore,
         recovery=recovery,
         training=False,
@@ -213,6 +217,12 @@ def _launch_from(group: Group, seen: Seen, now: float, restore: RestoreOrder) ->
         incarnations={a.index: a.status.incarnation for a in seen.agents if a.status},
     )
     return _launch(group, seen, now)
+
+
+def _newest_generation(group: Group, seen: Seen) -> int:
+    """Coordinator and agents may have gone at once, and what they kept with them: what storage and snapshots tell keeps ages monotone."""
+    held = [h.generation for a in seen.agents if a.status for h in a.status.holdings]
+    return max([group.generation, seen.past_generation, *held])
 
 
 def _launch(group: Group, seen: Seen, now: float) -> Decision:

@@ -1,7 +1,8 @@
 """Checkpoints of a group: the coordinator's side of the two-phase commit, one in flight, and retention after it.
 
 Invariants: a checkpoint is committed only when every node's share of the same step is written and the generation that made it still
-leads; nothing is removed before a newer one has been read back and verified.
+leads; nothing is removed before a newer one has been read back and verified; storage that hangs holds up neither the training nor the
+next checkpoint nor the end of the job for longer than its limit.
 """
 
 from __future__ import annotations
@@ -14,17 +15,26 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from workers.checkpoint.catalog import catalog, discard, ever_committed, remove, sweep, verify
+from workers.checkpoint.background import in_thread
+from workers.checkpoint.catalog import catalog, discard, ever_committed, newest_generation, remove, sweep, verify
+from workers.checkpoint.damage import flip_a_byte
 from workers.checkpoint.format import FileEntry, Share, Tree
+from workers.checkpoint.interval import auto_interval
+from workers.checkpoint.lease import Lease, claim
 from workers.checkpoint.retention import to_remove
+from workers.checkpoint.tree import StateError
 from workers.checkpoint.writer import commit
-from workers.group import Group, Seen
+from workers.group import KEPT_RECORDS, Group, Seen
 from workers.locating import newest_in_memory
-from workers.messages import AgentStatus, CheckpointFound, GroupSpec
+from workers.messages import AgentStatus, CheckpointFound, CheckpointRecord, GroupSpec, SaveProgress
 from workers.mirroring import Mirror
 
-KEPT_RECORDS = 200
 LEAD_S = 1.0  # a requested step lies this far ahead, so that every rank hears of it in time
+LOOK_S = 0.5  # between two looks at a write
+STALL_S = 60.0  # storage that takes no byte for this long hangs
+SLOWEST = 10e6  # bytes per second at which reading back is still waited for
+TRIAL_S = 330.0  # the kernel ends the child before
+ABANDON_S, DISCARD_S = 5.0, 10.0
 
 
 def common_pin(statuses: Sequence[AgentStatus], world_size: int) -> tuple[int | None, set[int]]:
@@ -47,13 +57,25 @@ class Saver:
     call: Callable[..., Awaitable[Mapping[int, Any]]]
     group: Callable[[], Group]
     update: Callable[[Group], None]
+    seen: Callable[[], Seen]
     mirror: Mirror
     task: asyncio.Task[None] | None = None
-    asked_at: float | None = None
+    asked: tuple[int, int] = (-1, 0)  # (generation, step) that the ranks were asked for last
+    tested: bool = False  # this attempt's checkpoints were shown to restore, or not to
+    _checking: asyncio.Task[None] | None = None  # of a drill
 
     @property
     def busy(self) -> bool:
         return self.task is not None and not self.task.done()
+
+    @property
+    def progress(self) -> SaveProgress | None:
+        """Of the checkpoint that is being written, all nodes together."""
+        parts = [a.status.saving for a in self.seen().agents if a.status is not None and a.status.saving is not None]
+        if not parts:
+            return None
+        step = max(p.step for p in parts)
+        return SaveProgress(step, sum(p.bytes for p in parts if p.step == step), sum(p.total_bytes for p in parts if p.step == step))
 
     def look(self, seen: Seen, now: float) -> None:
         """Called at each change while the group trains: starts the write of a pinned step, gives stale pins back, asks for the next one."""
@@ -74,18 +96,20 @@ class Saver:
 
     def _ask(self, statuses: Sequence[AgentStatus], now: float) -> None:
         """By time: name a step far enough ahead that no rank has passed it when it hears of it."""
-        every = self.spec.every_seconds
+        every = interval(self.group(), now)
         ranks = [r for s in statuses for r in s.ranks]
         steps = [r.step for r in ranks if r.step]
         if every is None or not steps or len(steps) < self.spec.world_size:
             return
         group = self.group()
         last = group.checkpoints[-1].committed_at if group.checkpoints else group.started_at
-        if last is None or now - max(last, self.asked_at or 0.0) < every:
+        generation, asked_step = self.asked
+        if last is None or now - last < every or (generation == group.generation and min(steps) <= asked_step):
             return
         seconds = max(1e-3, max(r.step_seconds or 1.0 for r in ranks))
-        self.asked_at = now
-        self.task = asyncio.create_task(self._request(max(steps) + max(2, math.ceil(LEAD_S / seconds))))
+        step = max(steps) + max(2, math.ceil(LEAD_S / seconds))
+        self.asked = (group.generation, step)
+        self.task = asyncio.create_task(self._request(step))
 
     async def _request(self, step: int) -> None:
         await self.call("request_checkpoint", step)
@@ -104,85 +128,189 @@ class Saver:
 
     async def _save(self, step: int, generation: int) -> None:
         copied = asyncio.create_task(self.mirror.copy(step, generation))
-        url = await self.save(step, generation)
+        record, _ = await self.save(step, generation)
+        if record is not None and not self.tested:
+            await self._test_restore(record)  # while the snapshot that it is compared with is still pinned
         await copied
         await self._unpin({step})
-        if url is not None:
-            await self._retain(url)
+        if record is not None:
+            await self._retain(record)
 
-    async def save(self, step: int, generation: int) -> str | None:
+    async def save(self, step: int, generation: int) -> tuple[CheckpointRecord | None, str]:
         """Two phases: every agent writes its share, then the manifest. A failure is an event, never the end of training.
 
-        Returns the url of the checkpoint; None when it failed, and then nothing of it is left.
+        Returns the checkpoint, or None and what went wrong; then nothing of it is left, as soon as storage lets go of it.
         """
-        started = time.time()
+        started, spec = time.time(), self.spec
         try:
-            answers = await self.call("write_share", step, generation)
-            shares = [_share(answer) for answer in answers.values()]
+            await in_thread(claim, spec.storage_url, Lease(spec.job_id, spec.attempt, generation), limit_s=STALL_S)
+            shares = await self._shares(step, generation)
             if self.group().generation != generation:
                 raise RuntimeError(f"generation {generation} ended before the commit")
-            spec = self.spec
-            record = await asyncio.to_thread(
-                commit, spec.storage_url, spec.job_id, spec.attempt, generation, step, spec.world_size, shares, started, time.time()
-            )
+            whole = (spec.storage_url, spec.job_id, spec.attempt, generation, step, spec.world_size, shares, started, time.time())
+            record = await in_thread(commit, *whole, limit_s=STALL_S)
         except Exception as error:
             cause = getattr(error, "cause", None) or error
-            self.update(self.group().say(time.time(), "CheckpointFailed", f"step {step}: {cause}"))
+            stalled = isinstance(cause, TimeoutError)
+            told = (str(cause) or self._hung()) if stalled else failure_text(cause, spec.storage_url)
+            self.update(self.group().say(time.time(), "CheckpointStalled" if stalled else "CheckpointFailed", f"step {step}: {told}"))
             with contextlib.suppress(Exception):
-                await asyncio.to_thread(discard, self.spec.storage_url, step, self.spec.attempt, generation)
-            return None
+                await in_thread(discard, spec.storage_url, step, spec.attempt, generation, limit_s=DISCARD_S)
+            return None, told
         group = self.group()
         group = replace(group, checkpoints=(*group.checkpoints, record)[-KEPT_RECORDS:])
         size = f"{record.bytes / 2**20:.1f} MiB in {record.write_seconds:.2f} s"
         self.update(group.say(time.time(), "CheckpointCommitted", f"step {step}: {size}"))
-        return record.url
+        return record, ""
 
-    async def _retain(self, newest: str) -> None:
-        """Read the newest back; only then may older ones go."""
+    async def _shares(self, step: int, generation: int) -> list[Share]:
+        """What all nodes wrote. Raises TimeoutError when no byte was written anywhere for STALL_S; the agents are told to give up then."""
+        work = asyncio.ensure_future(self.call("write_share", step, generation))
+        last, moved_at = None, time.monotonic()
+        while not work.done():
+            await asyncio.wait({work}, timeout=LOOK_S)
+            progress = self.progress
+            if progress != last:
+                last, moved_at = progress, time.monotonic()
+            elif not work.done() and time.monotonic() - moved_at > STALL_S:
+                work.cancel()
+                with contextlib.suppress(Exception):
+                    await asyncio.wait_for(self.call("abandon_share", step), ABANDON_S)
+                there = f", {last.bytes} of {last.total_bytes} bytes are there" if last is not None else ""
+                raise TimeoutError(self._hung() + there)
+        return [_share(answer) for answer in work.result().values()]
+
+    def _hung(self) -> str:
+        return (
+            f"{self.spec.storage_url} has taken no byte for {STALL_S:.0f} s; the write is given up and the checkpoint before stays; "
+            "look at that storage, the next checkpoint tries again"
+        )
+
+    async def _test_restore(self, record: CheckpointRecord) -> None:
+        """Read the first checkpoint back as a restart would, so that one that cannot work is known in the first minute."""
         try:
-            problem = await asyncio.to_thread(verify, newest)
-            if problem is not None:
-                self.update(self.group().say(time.time(), "CheckpointInvalid", f"{newest} does not read back: {problem}"))
-                return
-            found = await asyncio.to_thread(catalog, self.spec.storage_url)
-            complete = [c.url for c in found if c.problem is None]
-            restoring = self.group().restore
-            in_use = {restoring.url} if restoring is not None and restoring.url else set()
-            gone = to_remove(complete, self.spec.keep_last, {newest}, in_use)
-            for url in gone:
-                await asyncio.to_thread(remove, url)
+            answers = await asyncio.wait_for(self.call("try_restore", record.url, record.step), TRIAL_S)
         except Exception as error:
-            self.update(self.group().say(time.time(), "RetentionFailed", str(error)))
+            self.update(self.group().say(time.time(), "RestoreNotTested", f"step {record.step}: {error or 'no answer'}"))
+            return
+        trials = {index: trial for index, trial in answers.items() if trial is not None}
+        if len(trials) < len(answers):
+            return  # the ranks were restarted meanwhile; the next checkpoint is tested
+        self.tested = True
+        seconds = max(trial.seconds for trial in trials.values())
+        problems = [f"node {index}: {trial.problem}" for index, trial in trials.items() if trial.problem]
+        skipped = [f"node {index}: {trial.skipped}" for index, trial in trials.items() if trial.skipped]
+        now = time.time()
+        if problems:
+            group = self.group().checked(now, record.url, problems[0])
+            told = f"step {record.step}: a restart from it would fail, {'; '.join(problems)}"
+            self.update(group.say(now, "RestoreTestFailed", told))
+        elif skipped:
+            self.update(self.group().say(now, "RestoreNotTested", f"step {record.step}: {'; '.join(skipped)}"))
+        else:
+            same = "bit for bit the snapshot" if all(t.compared for t in trials.values()) else "by its checksums, the snapshot was gone"
+            self.update(self.group().say(now, "RestoreTested", f"step {record.step}: read back in {seconds:.2f} s, {same}"))
+
+    async def _retain(self, newest: CheckpointRecord) -> None:
+        """Read the newest back; only then may older ones go."""
+        limit = STALL_S + newest.bytes / SLOWEST
+        try:
+            if not await self.check(newest.url, limit):
+                return
+            found = await in_thread(catalog, self.spec.storage_url, limit_s=STALL_S)
+            group = self.group()
+            damaged = group.damaged | {c.url for c in found if c.problem is not None}
+            restoring = group.restore
+            in_use = {restoring.url} if restoring is not None and restoring.url else set()
+            listed = [c.url for c in found if c.manifest]
+            going = to_remove(listed, self.spec.keep_last, {newest.url}, in_use, damaged)
+            gone = [url for url in going if await in_thread(remove, url, limit_s=STALL_S)]
+        except Exception as error:
+            told = f"{self.spec.storage_url} did not answer within {limit:.0f} s" if isinstance(error, TimeoutError) else str(error)
+            self.update(self.group().say(time.time(), "RetentionFailed", f"nothing more was removed: {told}"))
             return
         if gone:
             group = self.group()
             self.update(replace(group, pruned=(*group.pruned, *gone)[-KEPT_RECORDS:]))
 
-    async def save_final(self, seen: Seen) -> None:
-        """The newest state that all ranks left, unless it is committed already."""
+    async def check(self, url: str, limit_s: float, why: str = "") -> bool:
+        """Read every byte of a checkpoint and keep what was found. Raises TimeoutError."""
+        begun = time.monotonic()
+        problem = await in_thread(verify, url, limit_s=limit_s)
+        now = time.time()
+        group = self.group().checked(now, url, problem)
+        if problem is not None:
+            told = f"{url} does not read back: {problem}{why} (found in {time.monotonic() - begun:.3f} s)"
+            group = group.say(now, "CheckpointInvalid", told)
+        self.update(group)
+        return problem is None
+
+    async def corrupt_newest(self) -> str:
+        """The drill: really damage the newest committed checkpoint, then read it back. Raises ValueError where there is none."""
+        found = await in_thread(catalog, self.spec.storage_url, limit_s=STALL_S)
+        newest = next((c for c in found if c.problem is None), None)
+        if newest is None:
+            raise ValueError("there is no checkpoint to damage yet")
+        done = await in_thread(flip_a_byte, newest.url, limit_s=STALL_S)
+        self._checking = asyncio.create_task(self._check_drill(newest.url))
+        return f"step {newest.step}: {done}; the event CheckpointInvalid tells when it is found, a restart takes the checkpoint before"
+
+    async def _check_drill(self, url: str) -> None:
+        if await self.check(url, STALL_S, why="; a drill damaged it"):
+            self.update(self.group().say(time.time(), "DrillNotFound", f"{url} reads back whole although a drill damaged it"))
+
+    async def save_final(self, seen: Seen) -> str | None:
+        """The newest state that all ranks left, unless it is committed already. Returns why it is not in storage now, None: it is."""
         if self.task is not None:
             with contextlib.suppress(Exception):
                 await self.task
         group = self.group()
         step = newest_in_memory(group, seen)
-        if step is not None and step > (group.checkpoint_step or 0):
-            url = await self.save(step, group.generation)
-            if url is not None:
-                await self._retain(url)
+        if step is None or step <= (group.checkpoint_step or 0):
+            return None
+        record, problem = await self.save(step, group.generation)
+        if record is None:
+            return f"step {step}: {problem}"
+        await self._retain(record)
+        return None
 
 
-def read_catalog(spec: GroupSpec) -> tuple[CheckpointFound, ...]:
-    """Checkpoints in the job's folder, newest first.
+def interval(group: Group, now: float) -> float | None:
+    """Seconds from one checkpoint to the next request; None: none is taken by time. PURE."""
+    fixed = group.spec.every_seconds
+    if not group.spec.auto_checkpoints:
+        return fixed
+    failures = [f for f in group.failures if f.at > now - group.spec.window_s]
+    begun = min([f.at for f in failures] + [group.started_at if group.started_at is not None else now])
+    auto = auto_interval([c.write_seconds for c in group.checkpoints], now - begun, len(failures))
+    return auto if fixed is None else min(auto, fixed)
 
-    A folder without a manifest is a write that never ended; those of earlier attempts are removed. It counts as damaged only where some
-    checkpoint was once whole and none is now: then it may be all that is left, and nothing is removed or started from zero.
+
+def failure_text(error: BaseException, storage_url: str) -> str:
+    """What to tell of a write that failed: the path, the cause and the remedy."""
+    if isinstance(error, StateError | RuntimeError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        path = error.filename or storage_url
+        return f"{path} cannot be written: {error.strerror}; make it writable for this user, the checkpoint before stays"
+    return f"{storage_url}: {type(error).__name__}: {error}"
+
+
+def read_catalog(spec: GroupSpec, generation: int) -> tuple[tuple[CheckpointFound, ...], int]:
+    """(checkpoints in the job's folder, newest first; the newest generation of this attempt that left anything there, -1: none).
+
+    Takes the folder for this attempt, so that an earlier one commits nothing from now on. A folder without a manifest is a write that never
+    ended; those of earlier attempts are removed. It counts as damaged only where some checkpoint was once whole and none is now: then it
+    may be all that is left, and nothing is removed or started from zero. Raises Fenced, OSError.
     """
+    past = newest_generation(spec.storage_url, spec.attempt)
+    claim(spec.storage_url, Lease(spec.job_id, spec.attempt, max(generation, past)))
     found = catalog(spec.storage_url)
     whole = any(c.problem is None for c in found)
     if whole or not ever_committed(spec.storage_url):
         sweep(spec.storage_url, spec.attempt + 1)
         found = [c for c in found if c.manifest]
-    return tuple(CheckpointFound(c.url, c.step, c.problem) for c in found)
+    return tuple(CheckpointFound(c.url, c.step, c.problem) for c in found), past
 
 
 def _share(answer: Mapping[str, Any]) -> Share:

@@ -142,7 +142,7 @@ def _wait(state_dir: StateDir, ref: str, timeout: float | None, as_json: bool, q
 
 def drill(
     job: JobRef,
-    fault: Annotated[str, typer.Argument(metavar="FAULT", help="kill, stop, exit or agent.")],
+    fault: Annotated[str, typer.Argument(metavar="FAULT", help="kill, stop, exit, agent or corrupt_checkpoint.")],
     rank: Annotated[int, typer.Option(min=0, help="Rank to hit.")] = 0,
     as_json: AsJson = False,
     state_dir: StateDir = None,

@@ -33,8 +33,9 @@ class DrillRequest(BaseModel):
     """A real fault to inject."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    fault: Literal["kill", "stop", "exit", "agent"] = Field(
-        description="kill: SIGKILL to the rank; stop: SIGSTOP, a hang; exit: the rank exits by itself; agent: its node's agent dies."
+    fault: Literal["kill", "stop", "exit", "agent", "corrupt_checkpoint"] = Field(
+        description="kill: SIGKILL to the rank; stop: SIGSTOP, a hang; exit: the rank exits by itself; agent: its node's agent dies; "
+        "corrupt_checkpoint: a byte of the newest checkpoint is flipped in storage, whatever the rank."
     )
     rank: int = Field(0, ge=0, lt=4096, description="Rank to hit, 0 to world size - 1.")
 

@@ -32,6 +32,7 @@ def group_spec(job: Job, attempt: Attempt, roots: Roots) -> GroupSpec:
     """``attempt`` must be the newest of ``job``; the same pair always gives the same spec while the attempt is PLANNED."""
     spec, resources, checkpoint = job.spec, job.spec.resources, job.spec.checkpoint
     snapshot, hang = checkpoint.snapshot_every_steps, spec.timeouts.hang_s
+    by_steps, by_time = checkpoint.every_steps, checkpoint.every_seconds
     return GroupSpec(
         job_id=job.id,
         job_name=job.name,
@@ -49,8 +50,9 @@ def group_spec(job: Job, attempt: Attempt, roots: Roots) -> GroupSpec:
         bundle=spec.bundle,
         bundle_url=None if spec.bundle is None else bundle_url(spec.bundle, roots),
         storage_url=storage_url(job.id, spec, roots),
-        every_steps=checkpoint.every_steps,
-        every_seconds=checkpoint.every_seconds,
+        every_steps=None if by_steps == "auto" else by_steps,
+        every_seconds=None if by_time == "auto" else by_time,
+        auto_checkpoints="auto" in (by_steps, by_time),
         keep_last=checkpoint.keep_last,
         snapshot_every_steps=None if snapshot == "auto" else snapshot,
         max_user_errors=spec.restart.max_user_errors,

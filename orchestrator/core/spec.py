@@ -94,11 +94,14 @@ class Checkpoint(Section):
         default=None, min_length=1, max_length=1000,
         description="Absolute path or URL (s3://, gs://) below which the job's folder is made, 1 to 1000 characters; null: the server's.",
     )  # fmt: skip
-    every_steps: int | None = Field(
-        default=100, ge=1, le=10**9, description="Steps between two checkpoints, 1 to 10^9; null: not by steps."
+    every_steps: Annotated[int, Field(ge=1, le=10**9)] | Literal["auto"] | None = Field(
+        default=100,
+        description='Steps between two checkpoints, 1 to 10^9, or "auto": as `every_seconds: auto`; null: not by steps.',
     )
-    every_seconds: float | None = Field(
-        default=None, gt=0, le=604800, description="Seconds between two, above 0, up to 604800; null: not by time."
+    every_seconds: Annotated[AnyNumber, Field(gt=0, le=604800)] | Literal["auto"] | None = Field(
+        default=None,
+        description='Seconds between two, above 0, up to 604800, or "auto": from the measured time of a write and the failures of the job '
+        "(Young/Daly); null: not by time.",
     )
     keep_last: int = Field(default=3, ge=2, le=1000, description="Checkpoints to keep, 2 to 1000.")
     snapshot_every_steps: Literal["auto"] | Annotated[int, Field(ge=1, le=10**9)] = Field(

@@ -106,6 +106,10 @@ NONSENSE: list[tuple[str, str, Any]] = [
     ("timeouts", "run_hours", -1),
     ("checkpoint", "keep_last", 1),
     ("checkpoint", "every_steps", 0),
+    ("checkpoint", "every_steps", "2"),
+    ("checkpoint", "every_steps", True),
+    ("checkpoint", "every_seconds", 0),
+    ("checkpoint", "every_seconds", "often"),
     ("checkpoint", "storage", "relative/path"),
     ("checkpoint", "snapshot_every_steps", 0.5),
 ]

@@ -7,6 +7,7 @@ import pytest
 from workers.agreement import LAG, Agreement, Alone
 from workers.checkpoint.cadence import Cadence, decision_at, smallest_interval
 from workers.checkpoint.format import age_key, folder_name, parse_name
+from workers.checkpoint.interval import FIRST_S, LEAST_S, MOST_S, PRIOR_S, auto_interval, mean_time_between_failures
 from workers.checkpoint.retention import to_remove
 
 
@@ -28,6 +29,45 @@ from workers.checkpoint.retention import to_remove
 )
 def test_retention(newest_first: str, keep: int, verified: str, in_use: str, removed: str) -> None:
     assert to_remove(list(newest_first), keep, set(verified), set(in_use)) == list(removed)
+
+
+@pytest.mark.parametrize(
+    ("damaged", "keep", "removed"),
+    [
+        ("", 2, "abcd"),
+        ("e", 2, "abc"),  # does not count among those that are kept
+        ("ed", 3, "a"),
+        ("ea", 3, "ab"),  # a damaged one that is older goes with the rest
+        ("edcb", 2, ""),  # two that are not known to be damaged stay
+    ],
+)
+def test_retention_counts_only_what_is_sound(damaged: str, keep: int, removed: str) -> None:
+    assert to_remove(list("fedcba"), keep, {"f"}, set(), set(damaged)) == list(removed)
+
+
+@pytest.mark.parametrize(
+    ("writes", "run_s", "failures", "seconds"),
+    [
+        ([], 100.0, 0, FIRST_S),  # nothing was measured
+        ([2.0], 0.0, 0, (2 * 2.0 * PRIOR_S) ** 0.5),  # one failure a day is assumed
+        ([2.0], PRIOR_S, 1, (2 * 2.0 * PRIOR_S) ** 0.5),
+        ([2.0], 0.0, 3, (2 * 2.0 * PRIOR_S / 4) ** 0.5),
+        ([9.0, 9.0, 9.0, 2.0, 2.0, 2.0, 2.0], 0.0, 0, (2 * 2.0 * PRIOR_S) ** 0.5),  # the newest writes count
+        ([1e-6], 0.0, 1000, LEAST_S),
+        ([30.0], 10_000.0, 2000, 60.0),  # storage is idle half of the time
+        ([200.0], 0.0, 0, MOST_S),
+        ([4000.0], 0.0, 0, 8000.0),
+    ],
+)
+def test_auto_interval(writes: list[float], run_s: float, failures: int, seconds: float) -> None:
+    assert auto_interval(writes, run_s, failures) == pytest.approx(seconds)
+
+
+def test_a_job_without_failures_is_trusted_more_and_more() -> None:
+    assert mean_time_between_failures(0, 0) == PRIOR_S
+    assert mean_time_between_failures(9 * PRIOR_S, 0) == 10 * PRIOR_S
+    assert mean_time_between_failures(9 * PRIOR_S, 9) == PRIOR_S
+    assert mean_time_between_failures(-5, 0) == PRIOR_S
 
 
 @pytest.mark.parametrize(("stall", "allowed", "every"), [(0.0, 0.1, 1), (0.1, 0.1, 1), (0.11, 0.1, 2), (0.39, 0.1, 4), (0.41, 0.1, 8)])

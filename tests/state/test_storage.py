@@ -243,7 +243,7 @@ def test_full_disk_leaves_the_previous_checkpoint_and_no_part(shm: Path, tmp_pat
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        with pytest.raises(StateError, match="storage is full"):
+        with pytest.raises(StateError, match=r"DISK_FULL: .*File too large, though"):
             write_share(shm / "node0", url, 100, 1, 1, 0, NODES, [0, 1])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

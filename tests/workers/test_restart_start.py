@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -260,6 +261,32 @@ def test_launch_tells_the_incident_what_was_lost() -> None:
     incident = after.recovery.incident
     assert (incident.restored_from, incident.resumed_step, incident.lost_steps) == (Source.MEMORY, 42, 1)
     assert after.generation == NEXT
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        pytest.param(idle(catalog=(), past_generation=7), id="storage knows later ones"),
+        pytest.param(look(status(0, holdings=(replace(held(0, 40), generation=7),)), status(1), catalog=()), id="snapshots do"),
+    ],
+)
+def test_generations_are_never_counted_anew(seen: Seen) -> None:
+    """What kept the state of the group is gone; what is written from now on must be the newest."""
+    assert decide(group(Doing.LOCATING, generation=-1, best_step=None), seen, NOW).group.generation == 8
+
+
+def test_a_folder_that_belongs_to_another_ends_the_attempt_with_the_reason() -> None:
+    decision = decide(group(Doing.LOCATING), idle(refused="/s belongs to job b"), NOW)
+    assert short(decision) == (Doing.CLOSING, STOP, "StorageRefused")
+    assert (decision.group.outcome, decision.group.message) == (Outcome.FAILED, "/s belongs to job b")
+
+
+def test_what_was_read_and_does_not_hold_is_known_as_damaged() -> None:
+    """Also where the manifest alone tells it, so that the lists show it."""
+    seen = idle(catalog=(found(36, "truncated"), found(30)), staged={found(30).url: "flipped"})
+    group_ = decide(group(Doing.LOCATING), seen, NOW).group
+    assert {c.url: c.problem for c in group_.checks} == {found(36).url: "truncated", found(30).url: "flipped"}
+    assert group_.damaged == {found(36).url, found(30).url}
 
 
 def test_first_launch_from_storage_says_so() -> None:

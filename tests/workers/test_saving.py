@@ -64,25 +64,29 @@ def damage(record: CheckpointRecord) -> None:
     manifest.write_bytes(data)
 
 
+def found_in(given: GroupSpec) -> tuple[CheckpointFound, ...]:
+    return read_catalog(given, -1)[0]
+
+
 def short(found: tuple[CheckpointFound, ...]) -> list[tuple[int, bool]]:
     return [(c.step, c.problem is None) for c in found]
 
 
 def test_an_empty_folder(given: GroupSpec) -> None:
-    assert read_catalog(given) == ()
+    assert found_in(given) == ()
 
 
 def test_a_write_that_never_ended_is_no_checkpoint(given: GroupSpec) -> None:
     """Before anything was ever committed: the job has lost nothing and starts from zero."""
     ours, older = tear(given, 10), tear(given, 10, attempt=2)
-    assert read_catalog(given) == ()
+    assert found_in(given) == ()
     assert (ours.exists(), older.exists()) == (False, False)
 
 
 def test_beside_a_whole_one_it_is_passed_over(given: GroupSpec) -> None:
     record = write(given, 10)
     ours, older = tear(given, 20), tear(given, 20, attempt=2)
-    assert read_catalog(given) == (CheckpointFound(record.url, 10),)
+    assert found_in(given) == (CheckpointFound(record.url, 10),)
     assert (ours.exists(), older.exists()) == (False, False)
 
 
@@ -91,7 +95,7 @@ def test_where_all_that_was_committed_is_gone_it_counts_as_damaged(given: GroupS
     record = write(given, 10, attempt=2)
     (Path(record.url) / MANIFEST).unlink()
     torn = tear(given, 20, attempt=2)
-    catalog = read_catalog(given)
+    catalog = found_in(given)
     assert short(catalog) == [(20, False), (10, False)]
     assert {c.problem for c in catalog} == {"it has no manifest, so it was never committed"}
     assert torn.exists()
@@ -101,13 +105,13 @@ def test_where_all_that_was_committed_is_gone_it_counts_as_damaged(given: GroupS
 def test_a_damaged_manifest_is_told_though_others_are_whole(given: GroupSpec) -> None:
     write(given, 10)
     damage(write(given, 20))
-    assert short(read_catalog(given)) == [(20, False), (10, True)]
+    assert short(found_in(given)) == [(20, False), (10, True)]
 
 
 def test_a_damaged_manifest_alone(given: GroupSpec) -> None:
     record = write(given, 10)
     damage(record)
-    assert short(read_catalog(given)) == [(10, False)]
+    assert short(found_in(given)) == [(10, False)]
     assert Path(record.url).exists()
 
 
@@ -115,13 +119,13 @@ def test_newest_first_by_attempt_then_generation_then_step(given: GroupSpec) -> 
     """What a fenced attempt still commits never comes before what a later one wrote."""
     for step, attempt, generation in [(30, 1, 9), (20, 3, 1), (10, 3, 2), (12, 3, 2)]:
         write(given, step, attempt, generation)
-    assert [c.step for c in read_catalog(given)] == [12, 10, 20, 30]
+    assert [c.step for c in found_in(given)] == [12, 10, 20, 30]
 
 
 def test_a_renamed_folder_is_not_taken(given: GroupSpec) -> None:
     record = write(given, 10)
     Path(record.url).rename(Path(record.url).with_name(folder_name(99, 3, 4)))
-    catalog = read_catalog(given)
+    catalog = found_in(given)
     assert short(catalog) == [(99, False)]
     assert "the folder was renamed" in (catalog[0].problem or "")
 
@@ -130,5 +134,5 @@ def test_foreign_folders_are_left_alone(given: GroupSpec) -> None:
     foreign = Path(given.storage_url) / FOLDER / "mine"
     foreign.mkdir(parents=True)
     write(given, 10)
-    assert short(read_catalog(given)) == [(10, True)]
+    assert short(found_in(given)) == [(10, True)]
     assert foreign.exists()

@@ -19,6 +19,7 @@ from workers.checkpoint.format import (
     COMMITTED,
     FOLDER,
     MANIFEST,
+    PINNED,
     FileEntry,
     Manifest,
     age_key,
@@ -27,6 +28,7 @@ from workers.checkpoint.format import (
     parse_name,
     rank_file,
 )
+from workers.checkpoint.lease import read_lease
 from workers.checkpoint.storage import LocalFolder, RemoteFolder, open_folder
 from workers.checkpoint.tree import StateError
 
@@ -86,6 +88,11 @@ def verify(url: str) -> str | None:
     return problem.text
 
 
+def files_of(url: str) -> list[FileEntry]:
+    """The files of arrays of a checkpoint. Raises StateError, OSError."""
+    return _manifest(open_folder(url)).files
+
+
 def stage(url: str, shm: Path, name: str, ranks: Sequence[int], world_size: int) -> str | None:
     """Copy what ``ranks`` need to ``shm/name``, verified on the way. None when it is there, else the problem as a sentence."""
     target, fresh = shm / name, shm / f".{name}.{os.getpid()}"
@@ -138,11 +145,41 @@ def discard(storage_url: str, step: int, attempt: int, generation: int) -> None:
         folder.remove_all()
 
 
-def remove(url: str) -> None:
-    """Delete a checkpoint: the manifest first, so that half of it is never taken for a whole. Raises OSError."""
+def remove(url: str) -> bool:
+    """Delete a checkpoint unless it is pinned: the manifest first, so that half of it is never taken for a whole. Raises OSError."""
     folder = open_folder(url)
+    if folder.size(PINNED) is not None:
+        return False
     folder.remove(MANIFEST)
     folder.remove_all()
+    return True
+
+
+def pin(url: str) -> bool:
+    """Keep a checkpoint from retention; False where there is none any more. Raises OSError."""
+    folder = open_folder(url)
+    if folder.size(MANIFEST) is None:
+        return False
+    folder.write(PINNED, [])
+    if folder.size(MANIFEST) is None:  # retention was at it
+        folder.remove_all()
+        return False
+    return True
+
+
+def unpin(url: str) -> None:
+    open_folder(url).remove(PINNED)
+
+
+def newest_generation(storage_url: str, attempt: int) -> int:
+    """Newest generation of ``attempt`` that left anything in the job's folder: a checkpoint, whole or not, its lease or a log; -1: none."""
+    lease = read_lease(storage_url)
+    found = [lease.generation] if lease is not None and lease.attempt == attempt else []
+    folder = open_folder(storage_url)
+    parsed = [parse_name(name) for name in folder.child(FOLDER).folders()]
+    found += [p[2] for p in parsed if p is not None and p[1] == attempt]
+    found += [int(name[1:]) for name in folder.child("logs").child(f"a{attempt}").folders() if name[:1] == "g" and name[1:].isdecimal()]
+    return max(found, default=-1)
 
 
 def _manifest(folder: LocalFolder | RemoteFolder) -> Manifest:

@@ -22,6 +22,7 @@ FORMAT = 1
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
 COMMITTED = "committed"  # beside the folders: written once, after the first manifest
+PINNED = "pinned"  # in a checkpoint's folder: retention leaves it alone
 
 _NAME = re.compile(r"step-(\d{12})\.a(\d+)\.g(\d+)")
 

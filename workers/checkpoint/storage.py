@@ -1,11 +1,12 @@
 """Files of a job in durable storage: a local or network folder by plain system calls, anything else through fsspec.
 
 Invariants: a written file is on the medium before its name counts (fsync of file and folder); an interrupted write leaves no file under
-its final name; an OSError that means a full disk says how much is free and needed.
+its final name; a full disk is told by what the file system says of its free space, whatever the error was, and how much is free.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -17,9 +18,18 @@ from urllib.parse import unquote, urlsplit
 import xxhash
 
 from workers.checkpoint.tree import StateError
+from workers.disks import full
 
 CHUNK = 8 << 20  # bytes per read
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL = {
+    errno.ENOSPC: "free space or lower keep_last",
+    errno.EDQUOT: "the quota of this user is used up; raise it or lower keep_last",
+    errno.EFBIG: "no larger file is allowed there; raise the limit of file sizes",
+}
+
+
+class StorageFull(StateError):
+    """The file system has no room. The message begins with DISK_FULL."""
 
 
 def open_folder(url: str) -> LocalFolder | RemoteFolder:
@@ -58,12 +68,12 @@ class LocalFolder:
             return None
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
-        """(bytes, xxh3 in hex). Raises StateError when the disk is full, OSError otherwise; the old file, if any, is then untouched."""
+        """(bytes, xxh3 in hex). Raises StorageFull, OSError; the old file, if any, is then untouched and no part is left."""
         made = not self._path.exists()
-        self._path.mkdir(parents=True, exist_ok=True)
         fresh = self._path / f".{name}.{os.getpid()}.part"
         digest, size = xxhash.xxh3_64(), 0
         try:
+            self._path.mkdir(parents=True, exist_ok=True)
             with open(fresh, "wb", buffering=0) as file:
                 for chunk in chunks:
                     _write_all(file, chunk)
@@ -72,12 +82,11 @@ class LocalFolder:
                 os.fsync(file.fileno())
             os.replace(fresh, self._path / name)
         except OSError as error:
-            fresh.unlink(missing_ok=True)
-            if error.errno in _FULL:
-                free = shutil.disk_usage(self._path).free
-                raise StateError(
-                    f"storage is full: {self._path / name} needs more than {size} bytes, {free} are free; free space or lower keep_last"
-                ) from error
+            why = _why_full(self._path, error)  # while the part still takes its room
+            with contextlib.suppress(OSError):
+                fresh.unlink(missing_ok=True)
+            if why is not None:
+                raise StorageFull(f"DISK_FULL: {self._path / name} ended at {size} bytes; {why}") from error
             raise
         except BaseException:
             fresh.unlink(missing_ok=True)
@@ -153,6 +162,17 @@ class RemoteFolder:
         self._fs.invalidate_cache()
         if self._fs.exists(self._path):
             self._fs.rm(self._path, recursive=True)
+
+
+def _why_full(path: Path, error: OSError) -> str | None:
+    """Why nothing more fits below ``path``, with the remedy; None where the file system has room and ``error`` names no limit."""
+    place = next((p for p in (path, *path.parents) if p.exists()), Path("/"))
+    told = full([str(place)])
+    if told is not None:
+        return f"{told}; {_FULL[errno.ENOSPC]}"
+    if error.errno in _FULL:
+        return f"{error.strerror}, though {shutil.disk_usage(place).free} bytes are free on {place}; {_FULL[error.errno]}"
+    return None
 
 
 def _write_all(file: BinaryIO | Any, chunk: bytes | memoryview) -> None:
