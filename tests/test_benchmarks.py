@@ -1,0 +1,53 @@
+"""What the benchmarks make of the ranks' logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+OLD, NEW = 11, 22
+
+
+@pytest.fixture
+def kills(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return __import__("kills")
+
+
+@pytest.fixture
+def goodput(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return __import__("goodput")
+
+
+def test_cost_of_a_kill(kills: ModuleType) -> None:
+    before = [kills.Step(1.0, 1, OLD), kills.Step(2.0, 2, OLD)]
+    assert kills.cost([*before, kills.Step(4.0, 3, NEW)], at=2.5) == (1.5, 0)
+    survivor = kills.Step(2.6, 3, OLD)  # logged after the kill of another rank: known, and so not new when it is done again
+    assert kills.cost([*before, survivor], at=2.5) is None
+    assert kills.cost([*before, survivor, kills.Step(4.0, 3, NEW)], at=2.5) is None
+    assert kills.cost([*before, survivor, kills.Step(4.0, 3, NEW), kills.Step(5.0, 4, NEW)], at=2.5) == (2.5, 1)
+
+
+def test_cost_counts_what_a_second_failure_repeats(kills: ModuleType) -> None:
+    steps = [kills.Step(1.0, 5, OLD), kills.Step(3.0, 5, NEW), kills.Step(5.0, 5, 33), kills.Step(6.0, 6, 33)]
+    assert kills.cost(steps, at=1.5) == (4.5, 2)
+
+
+def test_goodput_of_a_run_with_one_kill(kills: ModuleType, goodput: ModuleType) -> None:
+    """A step a second for 50 s, 10 s of silence, 5 steps again, 35 new ones."""
+    first = [kills.Step(float(n), n, OLD) for n in range(1, 51)]
+    second = [kills.Step(60.0 + n, 45 + n, NEW) for n in range(1, 41)]
+    seen = goodput.judge([*first, *second], [50.5], 100.0)
+    assert seen.new_steps == 85
+    assert seen.step_seconds == pytest.approx(1.0)
+    assert seen.goodput == pytest.approx(0.85)
+    assert seen.costs == [(15.5, 5)]
+
+
+def test_a_kill_without_return_counts_as_such(kills: ModuleType, goodput: ModuleType) -> None:
+    seen = goodput.judge([kills.Step(float(n), n, OLD) for n in range(1, 51)], [50.5], 100.0)
+    assert (seen.kills, seen.costs, seen.goodput) == (1, [], pytest.approx(0.5))
