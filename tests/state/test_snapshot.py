@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from workers.checkpoint.copying import Copier
 from workers.checkpoint.reader import read_snapshot
 from workers.checkpoint.slots import (
     AT_PINNED,
@@ -99,18 +100,14 @@ def test_killed_in_mid_copy(shm: Path) -> None:
     child = os.fork()
     if child == 0:
         snapshots = writer(shm, restored=1)
-        slot = snapshots._slots[1]
-        fill = slot.fill
+        copy = Copier.copy
 
-        def stuck(header: Any, arrays: Any, texts: Any) -> None:
-            def copy(_: Any) -> None:
-                os.write(told, b"x")
-                signal.pause()
+        def stuck(self: Copier, arrays: Any) -> Any:
+            copy(self, arrays)
+            os.write(told, b"x")
+            signal.pause()
 
-            slot._copy = copy
-            fill(header, arrays, texts)
-
-        slot.fill = stuck  # type: ignore[method-assign]
+        Copier.copy = stuck  # type: ignore[method-assign]
         snapshots.write(2, *state(2), pin=False)
         os._exit(1)
     os.read(started, 1)

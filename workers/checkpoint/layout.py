@@ -15,6 +15,7 @@ from typing import Any
 from workers.checkpoint.tree import LeafSpec, StateError, safetensors_type
 
 ALIGN = 64
+LARGE = 64 * 1024  # bytes of an array that is worth a memory copy of its own
 MAX_PREFIX = 100_000_000
 
 
@@ -28,8 +29,9 @@ class Layout:
 
 
 def lay_out(specs: Sequence[LeafSpec]) -> Layout:
-    """A safetensors file of ``specs``. Wide elements come first, so that every array is aligned to its element."""
-    order = sorted(range(len(specs)), key=lambda i: (-_alignment(specs[i]), i))
+    """A safetensors file of ``specs``. Wide elements come first, so that every array is aligned to its element; of equal width the small
+    arrays, side by side."""
+    order = sorted(range(len(specs)), key=lambda i: (-_alignment(specs[i]), specs[i].size >= LARGE, i))
     entries: dict[str, Any] = {}
     starts = [0] * len(specs)
     at = 0

@@ -24,7 +24,7 @@ import xxhash
 
 from workers.checkpoint.format import Tree
 from workers.checkpoint.layout import locate
-from workers.checkpoint.tree import StateError
+from workers.checkpoint.tree import StateError, fill
 from workers.messages import Holding
 
 MAGIC = b"KEEPSNAP"
@@ -103,8 +103,8 @@ class SlotPart:
     def tree(self) -> Tree:
         try:
             described = json.loads(bytes(self.text))
-            return Tree(described["skeleton"], described["leaves"])
-        except (ValueError, KeyError, TypeError) as error:
+            return Tree(fill(described["skeleton"], described["scalars"]), described["leaves"])
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise StateError(f"{self.name}: its description is unreadable: {error}") from error
 
     @cached_property

@@ -12,12 +12,14 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from workers.checkpoint.copying import Copier
 from workers.checkpoint.layout import ALIGN, Layout, lay_out, partition, spec_json
+from workers.checkpoint.outline import Outline
 from workers.checkpoint.slots import (
     AT_PINNED,
     AT_STATE,
@@ -27,16 +29,15 @@ from workers.checkpoint.slots import (
     SLOTS,
     WRITING,
     Header,
-    checksum,
     discard_newer,
-    parse_header,
     read_header,
     slot_path,
 )
-from workers.checkpoint.tree import LeafSpec, flatten, numpy_type, spec_of
+from workers.checkpoint.tree import LeafSpec, flatten, scalars_json, spec_of
 
 _SPARE = 64 * 1024  # room for a description that grows, bytes
 _WORD = struct.Struct("<I")
+_WORDS = struct.Struct("<II")  # state and pinned, side by side
 
 
 @dataclass(frozen=True)
@@ -61,30 +62,29 @@ class Written:
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What lies where, valid while the arrays keep their paths, types and shapes. Each of the two: of the shared part, the own part."""
+class _Part:
+    """What lies where in one part of a slot, valid while the state keeps its shape."""
 
-    signature: list[Any]
-    picks: tuple[int, ...]  # indices into shared + own arrays that this rank writes
+    outline: Outline
+    picks: tuple[int, ...]  # indices of the arrays that this rank writes
     specs: tuple[LeafSpec, ...]  # of the picks
-    layouts: tuple[Layout, Layout]
-    tables: tuple[str, str]  # JSON of the leaf tables of both trees
+    layout: Layout
+    text: str  # the description but for the scalars
+
+    def describe(self, scalars: Sequence[Any]) -> bytes:
+        return f'{self.text},"scalars":{scalars_json(scalars)}}}'.encode()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    shared: _Part
+    own: _Part
 
     @property
     def sizes(self) -> tuple[int, int]:
         """Bytes of both images; the second begins aligned."""
-        shared, own = (layout.size for layout in self.layouts)
-        return shared + -shared % ALIGN, own
-
-    @property
-    def bases(self) -> tuple[int, int]:
-        """Where both images begin in the file."""
-        return HEADER, HEADER + self.sizes[0]
-
-    @property
-    def offsets(self) -> list[int]:
-        """Where each pick lies in the file."""
-        return [base + at for base, layout in zip(self.bases, self.layouts, strict=True) for at in layout.offsets]
+        shared = self.shared.layout.size
+        return shared + -shared % ALIGN, self.own.layout.size
 
 
 class _Slot:
@@ -96,17 +96,19 @@ class _Slot:
         self.capacity = 0
         self.header = read_header(path) or NOTHING
         self._plan: _Plan | None = None
-        self._copy: Callable[[Sequence[Any]], None] = lambda arrays: None
+        self._copiers: tuple[Copier, Copier] | None = None
 
     @property
     def exists(self) -> bool:
         return self.header is not NOTHING
 
     def refresh(self) -> None:
-        """See what an agent did to the header."""
+        """See what an agent did to the header. Agents make no slots."""
         if self.memory is not None:
-            self.header = parse_header(self.memory[:HEADER]) or NOTHING
-        else:
+            state, pinned = _WORDS.unpack_from(self.memory, AT_STATE)
+            if (state, pinned) != (self.header.state, self.header.pinned):
+                self.header = replace(self.header, state=state, pinned=bool(pinned))
+        elif self.exists:
             self.header = read_header(self.path) or NOTHING
 
     def reserve(self, size: int, plan: _Plan) -> bool:
@@ -116,16 +118,17 @@ class _Slot:
             cold = self._map(size)
         if self._plan is not plan:
             assert self.memory is not None
-            self._copy = copier(self.memory, plan.specs, plan.offsets)
-            for base, layout in zip(plan.bases, plan.layouts, strict=True):
-                self.memory[base : base + len(layout.prefix)] = layout.prefix
-            shared_end, own_start = HEADER + plan.layouts[0].size, plan.bases[1]
-            self.memory[shared_end:own_start] = bytes(own_start - shared_end)  # equal on all nodes, like the part that it belongs to
+            _WORD.pack_into(self.memory, AT_STATE, WRITING)
+            shared, own = plan.sizes
+            self._copiers = (
+                Copier(self.memory, HEADER, shared, plan.shared.specs, plan.shared.layout),
+                Copier(self.memory, HEADER + shared, own, plan.own.specs, plan.own.layout),
+            )
             self._plan = plan
         return cold
 
     def _map(self, size: int) -> bool:
-        self._plan, self.memory, self._copy = None, None, lambda arrays: None  # lets go of the old mapping
+        self._plan, self._copiers, self.memory = None, None, None  # lets go of the old mapping
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             before = os.fstat(fd).st_size
@@ -137,19 +140,18 @@ class _Slot:
             os.close(fd)
         return self.capacity > before
 
-    def fill(self, header: Header, arrays: Sequence[Any], texts: tuple[bytes, bytes]) -> None:
-        memory = self.memory
+    def fill(self, header: Header, arrays: tuple[Sequence[Any], Sequence[Any]], texts: tuple[bytes, bytes]) -> None:
+        memory, copiers = self.memory, self._copiers
         assert memory is not None
+        assert copiers is not None
         _put_header(memory, replace(header, state=WRITING, pinned=False))
-        self._copy(arrays)
-        sections = header.shared_sections(), header.own_sections()
-        with memoryview(memory) as view:
-            found = []
-            for (image, place), text in zip(sections, texts, strict=True):
-                memory[place] = text
-                with view[image] as content:
-                    found.append(checksum(content, text))
-        done = replace(header, shared_xxh3=found[0], own_xxh3=found[1])
+        sums = []
+        for copier, part, text, (_, place) in zip(copiers, arrays, texts, (header.shared_sections(), header.own_sections()), strict=True):
+            digest = copier.copy(part)
+            memory[place] = text
+            digest.update(memory[place])
+            sums.append(digest.intdigest())
+        done = replace(header, shared_xxh3=sums[0], own_xxh3=sums[1])
         _put_header(memory, replace(done, state=WRITING))
         _WORD.pack_into(memory, AT_STATE, COMPLETE)
         self.header = replace(done, state=COMPLETE)
@@ -171,18 +173,16 @@ class SnapshotWriter:
         unpins it; it is dropped while an older pinned slot is there. Raises StateError for a leaf that cannot be saved, OSError when
         shared memory is full."""
         begun = time.perf_counter()
-        shared_skeleton, shared_leaves = flatten(shared, "shared")
-        own_skeleton, own_leaves = flatten(own, "own")
-        leaves = shared_leaves + own_leaves
-        plan = self._plan_for(leaves, len(shared_leaves))
-        texts = _describe(shared_skeleton, plan.tables[0]), _describe(own_skeleton, plan.tables[1])
+        plan, (shared_arrays, shared_scalars), (own_arrays, own_scalars) = self._look(shared, own)
+        arrays = [shared_arrays[i] for i in plan.shared.picks], own_arrays
+        texts = plan.shared.describe(shared_scalars), plan.own.describe(own_scalars)
         slot, pinned = self._choose()
         self._sequence += 1
         pin = pin and not pinned
         counts = (self._place.rank, self._place.world_size, step, self._place.generation, self._sequence)
         header = Header(COMPLETE, pin, *counts, *plan.sizes, len(texts[0]), len(texts[1]), 0, 0)
         cold = slot.reserve(header.end, plan)
-        slot.fill(header, [leaves[i][1] for i in plan.picks], texts)
+        slot.fill(header, arrays, texts)
         self.newest = step
         return Written(step, pin, time.perf_counter() - begun, cold)
 
@@ -208,54 +208,30 @@ class SnapshotWriter:
             return free[0], bool(pinned)
         return min(usable, key=lambda s: (s.header.complete, s.header.sequence)), bool(pinned)
 
-    def _plan_for(self, leaves: Sequence[tuple[str, Any]], shared: int) -> _Plan:
-        signature = [(path, leaf.dtype, leaf.shape, type(leaf)) for path, leaf in leaves]
-        if self._plan is None or self._plan.signature != signature:
-            specs = [spec_of(path, leaf) for path, leaf in leaves]
-            owner = partition({s.path: s.size for s in specs[:shared]}, self._place.local_world_size)
-            picks = tuple(i for i, s in enumerate(specs) if i >= shared or owner[s.path] == self._place.local_rank)
-            parts = [specs[i] for i in picks if i < shared], specs[shared:]
-            layouts = lay_out(parts[0]), lay_out(parts[1])
-            tables = json.dumps(spec_json(specs[:shared])), json.dumps(spec_json(specs[shared:]))
-            self._plan = _Plan(signature, picks, (*parts[0], *parts[1]), layouts, tables)
-        return self._plan
+    def _look(self, shared: Any, own: Any) -> tuple[_Plan, tuple[list[Any], list[Any]], tuple[list[Any], list[Any]]]:
+        """(what lies where, arrays and scalars of the shared part, those of the own part)."""
+        if self._plan is not None:
+            known, mine = self._plan.shared.outline.read(shared), self._plan.own.outline.read(own)
+            if known is not None and mine is not None:
+                return self._plan, known, mine
+        place = self._place
+        shared_part, known = _plan(shared, "shared", place.local_rank, place.local_world_size)
+        own_part, mine = _plan(own, "own", 0, 1)
+        self._plan = _Plan(shared_part, own_part)
+        return self._plan, known, mine
 
 
-def _describe(skeleton: Any, table: str) -> bytes:
-    return f'{{"skeleton":{json.dumps(skeleton)},"leaves":{table}}}'.encode()
-
-
-def copier(memory: mmap.mmap, specs: Sequence[LeafSpec], offsets: Sequence[int]) -> Callable[[Sequence[Any]], None]:
-    """A function that copies arrays, given in the order of ``specs``, to ``offsets`` of ``memory``."""
-    torch_at = [i for i, s in enumerate(specs) if s.kind == "torch" and s.size]
-    numpy_at = [i for i, s in enumerate(specs) if s.kind != "torch" and s.size]
-    tensors = [_torch_view(memory, specs[i], offsets[i]) for i in torch_at]
-    views = [_numpy_view(memory, specs[i], offsets[i]) for i in numpy_at]
-
-    def copy(arrays: Sequence[Any]) -> None:
-        for i, view in zip(numpy_at, views, strict=True):
-            view[...] = arrays[i]
-        if tensors:
-            import torch
-
-            with torch.no_grad():
-                torch._foreach_copy_(tensors, [arrays[i] for i in torch_at])
-
-    return copy
-
-
-def _torch_view(memory: mmap.mmap, spec: LeafSpec, offset: int) -> Any:
-    import torch
-
-    dtype = getattr(torch, spec.dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=spec.size // dtype.itemsize, offset=offset).view(spec.shape)
-
-
-def _numpy_view(memory: mmap.mmap, spec: LeafSpec, offset: int) -> Any:
-    import numpy as np
-
-    dtype = numpy_type(spec.dtype)
-    return np.frombuffer(memory, dtype=dtype, count=spec.size // dtype.itemsize, offset=offset).reshape(spec.shape)
+def _plan(tree: Any, root: str, part: int, parts: int) -> tuple[_Part, tuple[list[Any], list[Any]]]:
+    """(the plan of a tree of which this rank writes one of ``parts`` parts, its arrays and scalars)."""
+    scalars: list[Any] = []
+    skeleton, leaves = flatten(tree, root, scalars)
+    specs = [spec_of(path, leaf) for path, leaf in leaves]
+    owner = partition({s.path: s.size for s in specs}, parts)
+    picks = tuple(i for i, s in enumerate(specs) if owner[s.path] == part)
+    chosen = tuple(specs[i] for i in picks)
+    text = f'{{"skeleton":{json.dumps(skeleton)},"leaves":{json.dumps(spec_json(specs))}'
+    arrays = [leaf for _, leaf in leaves]
+    return _Part(Outline(skeleton, arrays), picks, chosen, lay_out(chosen), text), (arrays, scalars)
 
 
 def _put_header(memory: mmap.mmap, header: Header) -> None:

@@ -7,6 +7,7 @@ trees on two ranks give equal paths in the same order. A tensor comes back detac
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections import Counter, OrderedDict
@@ -15,6 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_DEPTH = 64
+SCALARS = frozenset({type(None), bool, int, float, str})
+MAPPINGS: dict[str, type] = {"d": dict, "o": OrderedDict, "c": Counter}  # by the tag that stands for it in a skeleton
+_TAGS = {kind: tag for tag, kind in MAPPINGS.items()}
+_SCALARS_AND_LISTS = SCALARS | {list}
+_FINITE = json.JSONEncoder(allow_nan=False)
 
 # Names that the safetensors format gives to element types; any other type is stored as bytes (U8) and named in our own table.
 SAFETENSORS_TYPES = {
@@ -43,10 +49,36 @@ class LeafSpec:
     size: int
 
 
-def flatten(tree: Any, root: str = "") -> tuple[Any, list[tuple[str, Any]]]:
-    """(skeleton of JSON values, arrays with their paths). Raises StateError naming the path and type of a leaf that is neither."""
+def flatten(tree: Any, root: str = "", scalars: list[Any] | None = None) -> tuple[Any, list[tuple[str, Any]]]:
+    """(skeleton of JSON values, arrays with their paths). With ``scalars``, scalars and lists of nothing else are put there, for ``fill``
+    to put back, and the skeleton tells only the tree's shape. Raises StateError naming the path and type of a leaf that is neither."""
     leaves: list[tuple[str, Any]] = []
-    return _encode(tree, root, leaves, 0), leaves
+    return _encode(tree, root, leaves, 0, scalars), leaves
+
+
+def are_scalars(values: Sequence[Any]) -> bool:
+    """True where each is a scalar or a list of nothing but scalars."""
+    types = set(map(type, values))
+    return types <= SCALARS or (types <= _SCALARS_AND_LISTS and all(SCALARS.issuperset(map(type, v)) for v in values if type(v) is list))
+
+
+def scalars_json(scalars: Sequence[Any]) -> str:
+    try:
+        return _FINITE.encode(scalars)
+    except ValueError:
+        return json.dumps([_encode(value, "", [], 0, None) for value in scalars])
+
+
+def fill(skeleton: Any, scalars: Sequence[Any]) -> Any:
+    """The skeleton that ``flatten`` gives without ``scalars``; those as they came back from ``scalars_json``."""
+    if isinstance(skeleton, list):
+        return [fill(node, scalars) for node in skeleton]
+    ((tag, body),) = skeleton.items()
+    if tag == "v":
+        return scalars[body]
+    if tag == "a":
+        return skeleton
+    return {tag: fill(body, scalars) if tag == "t" else [[key, fill(node, scalars)] for key, node in body]}
 
 
 def unflatten(skeleton: Any, leaves: Sequence[Any]) -> Any:
@@ -95,31 +127,28 @@ def safetensors_type(spec: LeafSpec) -> str | None:
     return SAFETENSORS_TYPES.get(name)
 
 
-def _encode(value: Any, path: str, leaves: list[tuple[str, Any]], depth: int) -> Any:
+def _encode(value: Any, path: str, leaves: list[tuple[str, Any]], depth: int, scalars: list[Any] | None) -> Any:
     kind = type(value)
-    if value is None or kind is bool or kind is int or kind is str:
-        return value
-    if kind is float:
-        return value if math.isfinite(value) else {"f": repr(value)}
+    if scalars is not None and (kind in SCALARS or (kind is list and SCALARS.issuperset(map(type, value)))):
+        scalars.append(value)
+        return {"v": len(scalars) - 1}
+    if kind in SCALARS:
+        return value if kind is not float or math.isfinite(value) else {"f": repr(value)}
     if _is_array(value, kind):
         leaves.append((path, value))
         return {"a": len(leaves) - 1}
     if depth > MAX_DEPTH:
         raise StateError(f"state at {path[:80]}...: nested deeper than {MAX_DEPTH} levels, or contains itself; save a flatter state")
-    if kind in _MAPPINGS:
-        return {_MAPPINGS[kind]: [[key, _encode(item, _join(path, key), leaves, depth + 1)] for key, item in value.items()]}
+    if kind in _TAGS:
+        return {_TAGS[kind]: [[key, _encode(item, _join(path, key), leaves, depth + 1, scalars)] for key, item in value.items()]}
     if kind is list:
-        return [_encode(item, f"{path}/{i}", leaves, depth + 1) for i, item in enumerate(value)]
+        return [_encode(item, f"{path}/{i}", leaves, depth + 1, scalars) for i, item in enumerate(value)]
     if kind is tuple:
-        return {"t": [_encode(item, f"{path}/{i}", leaves, depth + 1) for i, item in enumerate(value)]}
+        return {"t": [_encode(item, f"{path}/{i}", leaves, depth + 1, scalars) for i, item in enumerate(value)]}
     raise StateError(
         f"state at {path or '/'}: a {kind.__module__}.{kind.__qualname__} cannot be saved; "
         "keep arrays, numbers, strings, None, dict, list and tuple there"
     )
-
-
-_MAPPINGS: dict[type, str] = {dict: "d", OrderedDict: "o", Counter: "c"}
-_BY_TAG = {tag: kind for kind, tag in _MAPPINGS.items()}
 
 
 def _decode(node: Any, leaves: Sequence[Any]) -> Any:
@@ -134,7 +163,7 @@ def _decode(node: Any, leaves: Sequence[Any]) -> Any:
         return float(body)
     if tag == "t":
         return tuple(_decode(item, leaves) for item in body)
-    mapping = _BY_TAG[tag]()
+    mapping = MAPPINGS[tag]()
     for key, item in body:
         mapping[key] = _decode(item, leaves)
     return mapping

@@ -6,6 +6,7 @@ Everything is the rank's own, because nothing says that ranks hold equal copies.
 from __future__ import annotations
 
 import random
+import struct
 import sys
 from typing import Any
 
@@ -99,10 +100,13 @@ def set_random_state(state: dict[str, Any]) -> None:
         raise StateError(f"the saved state of the random generators cannot be set: {error}") from error
 
 
+_WORDS = struct.Struct("625I")  # of Python's generator
+
+
 def _python_state(state: Any) -> list[Any]:
     version, words, gauss = state
     numpy = sys.modules.get("numpy")
-    return [version, list(words) if numpy is None else numpy.array(words, dtype=numpy.uint32), gauss]
+    return [version, list(words) if numpy is None else numpy.frombuffer(_WORDS.pack(*words), numpy.uint32), gauss]
 
 
 def _python_tuple(state: Any) -> Any:
