@@ -338,9 +338,12 @@ class Agent:
         await self.exchange.fetch(step, fetches)
         return self.status()
 
-    async def _fetched(self, ranks: Sequence[int]) -> None:
-        found = await asyncio.to_thread(holdings, self.shm, ranks, True)
-        self.held = (*(h for h in self.held if h.rank not in ranks), *found)
+    async def _fetched(self, ranks: Sequence[int], step: int | None) -> None:
+        """The snapshots of ``step`` were verified on the way; None: a fetch failed half-way, so all are looked at again."""
+        found = await asyncio.to_thread(holdings, self.shm, ranks, step is None)
+        new = {(h.rank, h.slot): h for h in found if step in (None, h.step)}
+        kept = [h for h in self.held if (h.rank, h.slot) not in new and not (step is None and h.rank in ranks)]
+        self.held = (*kept, *new.values())
         self._changed()
 
     async def copy_slots(self, term: int, step: int, generation: int, complete: int | None) -> str | None:

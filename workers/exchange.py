@@ -36,7 +36,8 @@ class Peer(Protocol):
 
 @dataclass
 class Exchange:
-    """``trains(generation)`` tells whether that generation is the one that runs here; ``fetched(ranks)`` is called after a fetch."""
+    """``trains(generation)`` tells whether that generation is the one that runs here; ``fetched(ranks, step)`` is called after a fetch, its
+    step None where it failed."""
 
     shm: Path
     index: int
@@ -44,7 +45,7 @@ class Exchange:
     ranks: Sequence[int]  # of this node
     peer: Callable[[int], Peer]
     trains: Callable[[int], bool]
-    fetched: Callable[[Sequence[int]], Awaitable[None]]
+    fetched: Callable[[Sequence[int], int | None], Awaitable[None]]
     unfetched: dict[int, str] = field(default_factory=dict)  # step -> why it cannot be made whole
     _fetch: asyncio.Task[None] | None = None
     _fetching: int | None = None
@@ -140,7 +141,7 @@ class Exchange:
             self.unfetched[step] = str(error)
         except Exception as error:
             self.unfetched[step] = f"{type(error).__name__}: {error}"
-        await self.fetched([f.rank for f in fetches])
+        await self.fetched([f.rank for f in fetches], None if step in self.unfetched else step)
 
     async def _make_whole(self, step: int, fetch: Fetch) -> None:
         slot = await asyncio.to_thread(peers.repairable, self.shm, fetch.rank, step)
@@ -168,8 +169,22 @@ class Exchange:
             raise StateError(f"what node {node} gave for rank {rank} does not match its checksum")
 
     async def _move(self, peer: Peer, given: Offer, path: Path, header: Header, part: str) -> None:
-        for source, target, size in peers.pieces(peers.header_of(given), header, part):
-            await _to_end(peers.put, path, target, await peer.give(given.name, source, size))
+        """The next piece comes while one is written."""
+        wanted = peers.pieces(peers.header_of(given), header, part)
+
+        def ask(at: int) -> asyncio.Future[Any]:
+            source, _, size = wanted[at]
+            return asyncio.ensure_future(peer.give(given.name, source, size))
+
+        coming = ask(0)
+        try:
+            for at, (_, target, _) in enumerate(wanted):
+                data = await coming
+                if at + 1 < len(wanted):
+                    coming = ask(at + 1)
+                await _to_end(peers.put, path, target, data)
+        finally:
+            coming.cancel()
 
     def _peer(self, node: int) -> Peer:
         return self if node == self.index else self.peer(node)

@@ -34,11 +34,17 @@ class Neighbour:
 
     async def _ask(self, what: str, *args: Any) -> Any:
         try:
-            if self._handle is None:
-                self._handle = await asyncio.to_thread(ray.get_actor, self._name)
-            return await asyncio.wait_for(getattr(self._handle, what).remote(*args), ANSWER_S)
+            if self._handle is not None:
+                try:
+                    return await self._call(self._handle, what, *args)
+                except RayActorError:  # it may have been replaced
+                    self._handle = None
+            self._handle = handle = await asyncio.to_thread(ray.get_actor, self._name)
+            return await self._call(handle, what, *args)
         except RayTaskError as error:
             raise StateError(f"{self._name}: {error.cause}") from None
         except (RayActorError, ValueError, TimeoutError) as error:  # ValueError: there is no such actor now
-            self._handle = None
             raise ConnectionError(f"{self._name} does not answer: {type(error).__name__}") from error
+
+    async def _call(self, handle: Any, what: str, *args: Any) -> Any:
+        return await asyncio.wait_for(getattr(handle, what).remote(*args), ANSWER_S)

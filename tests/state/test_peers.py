@@ -59,7 +59,7 @@ class Node:
         self.shm.mkdir(exist_ok=True)
         return SnapshotWriter(self.shm, Place(rank, world_size, rank % PER_NODE, PER_NODE, GENERATION), restored)
 
-    async def _fetched(self, ranks: Sequence[int]) -> None:
+    async def _fetched(self, ranks: Sequence[int], step: int | None) -> None:
         self.done.set()
 
     def step(self, step: int, pin: bool = False) -> None:
