@@ -22,7 +22,7 @@ from workers.messages import CheckpointRecord, Incident, RankReport
 
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
 _TRIES = 20  # against a reconciler that writes the same job at the same time
-FAULTS = ("kill", "stop", "exit", "agent", "corrupt_checkpoint")
+FAULTS = ("kill", "stop", "hang", "oom", "exit", "agent", "corrupt_checkpoint")
 
 
 class NotFound(Exception):

@@ -224,7 +224,7 @@ class Agent:
         self._obey(term)
         if self.spec.framework == "pytorch":
             return self.address, await self.ranks.open_store(generation, self.address), True
-        return self.address, self.ranks.reserve_port(generation, self.address), False
+        return self.address, self.ranks.port.reserve(generation, self.address), False
 
     async def launch(self, term: int, order: LaunchOrder, state: Kept) -> AgentStatus:
         self._obey(term)

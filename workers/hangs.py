@@ -89,6 +89,9 @@ def _blame(ranks: Sequence[RankReport], stacks: Mapping[int, RankStacks]) -> Bla
     outside = [r for r in seen if not in_collective(stacks[r.rank].own)]
     if outside and (len(outside) < len(seen) or len(ranks) == 1):
         return _outside(outside, stacks)
+    drilled = [r for r in ranks if r.drill == "hang"]
+    if drilled:
+        return drilled[0], "a drill made its main thread pause, inside of the collective", FailureClass.INFRASTRUCTURE, None
     if by_step and (by_step[0].step or 0) < (by_step[-1].step or 0):
         return by_step[0], "it is the furthest behind", unknown, _place(stacks, by_step[0])
     places = Counter(place for r in seen if (place := _place(stacks, r)) is not None)

@@ -26,7 +26,7 @@ class MemoryWatch:
 
 def watch(pid: int, known: MemoryWatch | None) -> MemoryWatch | None:
     """The watch of a living process; ``known`` stays as long as the process stays in its cgroup. None when the process is gone."""
-    folder = _folder(pid)
+    folder = memory_folder(pid)
     if folder is None and not Path(f"/proc/{pid}").exists():
         return known
     if known is not None and known.folder == folder:
@@ -59,7 +59,7 @@ def memory_limit(folder: Path) -> int | None:
     return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
 
 
-def _folder(pid: int) -> Path | None:
+def memory_folder(pid: int) -> Path | None:
     """The cgroup that accounts the memory of a process, of v1 or v2; inside of a container its own root."""
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from workers.board import Board
+from workers.drills import arm
 from workers.messages import ErrorReport
 
-DRILL_EXIT_SIGNAL = signal.SIGRTMIN + 1  # its handler is libc's _exit, so the process ends with this number as exit code
 TRACEBACK_BYTES = 16_384
 CANNOT_START = 125  # exit code of a rank whose own setup failed
 _PR_SET_PTRACER = 0x59616D61
@@ -46,7 +46,9 @@ def run_rank(config: dict[str, Any], order: dict[str, Any], log: int) -> int:
             _write(error_file, ErrorReport(type(error).__name__, message, message, "before the first line", ours=True))
         return CANNOT_START
     _allow_stacks()
-    _arm_exit_drill()
+    arm()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if "numpy" in sys.modules:  # every process starts with entropy of its own, as without a fork
         sys.modules["numpy"].random.seed()
     command: list[str] = config["command"]
@@ -119,15 +121,6 @@ def _take_streams(log: int) -> None:
 def _allow_stacks() -> None:
     """Where Yama restricts it, only ancestors may read a process; the agent's py-spy is none."""
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)
-
-
-def _arm_exit_drill() -> None:
-    """C-level handler: works while Python is stuck, and gives a true exit code."""
-    libc = ctypes.CDLL(None)
-    libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
-    libc.signal(DRILL_EXIT_SIGNAL, ctypes.cast(libc._exit, ctypes.c_void_p))
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _execute(command: list[str], error_file: Path) -> int:

@@ -25,12 +25,14 @@ from typing import Any
 from workers.board import Board
 from workers.checkpoint.trial import TRIAL_ANSWER, RestoreTrial, clear, read_answer
 from workers.disks import full
+from workers.drills import inject, remove_cgroup
 from workers.environ import launcher_environment, rank_environment
 from workers.launcher import MESSAGE_BYTES
 from workers.logs import LogPump, log_name
 from workers.messages import ErrorReport, GroupSpec, LaunchOrder, RankReport, RankState
+from workers.ports import ReservedPort
 from workers.processes import end_group, os_state
-from workers.rank import DRILL_EXIT_SIGNAL
+from workers.rank import parse_python
 from workers.signs import Signs
 from workers.workdir import local_path, saved_folder
 
@@ -67,8 +69,7 @@ class Ranks:
         self._stores: dict[int, asyncio.Future[int]] = {}
         self._killed: dict[int, asyncio.Future[list[int]]] = {}
         self._trial: asyncio.Future[int] | None = None
-        self._reserved: socket.socket | None = None
-        self._reserved_for: int | None = None
+        self.port = ReservedPort()
 
     # the launcher
 
@@ -204,6 +205,7 @@ class Ranks:
             oom_killed=known.signs.oom_killed() if code != 0 else None,
             disk_full=known.report.disk_full or (full(self._folders) if code > 0 and not known.report.ours else None),
         )
+        remove_cgroup(known.signs.memory.folder if known.signs.memory is not None else None)
         self._changed()
 
     def _error(self, rank: int) -> ErrorReport | None:
@@ -225,23 +227,6 @@ class Ranks:
             self._say(op="store", generation=generation, host=host)
             self._stores[generation] = asyncio.get_running_loop().create_future()
         return await asyncio.wait_for(asyncio.shield(self._stores[generation]), 10)
-
-    def reserve_port(self, generation: int, host: str) -> int:
-        """A port that the kernel gives to nobody else, and that rank 0 may still bind: bound here, never listening. One a generation."""
-        if self._reserved is not None and self._reserved_for == generation:
-            return int(self._reserved.getsockname()[1])
-        self.free_port()
-        self._reserved_for = generation
-        self._reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._reserved.bind((host, 0))
-        port: int = self._reserved.getsockname()[1]
-        return port
-
-    def free_port(self) -> None:
-        if self._reserved is not None:
-            self._reserved.close()
-            self._reserved = None
 
     def launch(self, order: LaunchOrder, staged: str | None) -> None:
         """Fork the ranks of a generation; their pids follow. Raises ConnectionError when the launcher is gone."""
@@ -302,15 +287,19 @@ class Ranks:
                     os.kill(pid, signal.SIGTERM)
 
     def drill(self, fault: str, number: int) -> str:
-        """Send the signal of a fault to a rank. Raises ValueError when it does not run."""
+        """Inject a fault into a rank. Raises ValueError when it does not run, or the fault would not work."""
         rank = self._ranks.get(number)
         pid = rank.report.pid if rank is not None and rank.report.ended_at is None else None
         if rank is None or pid is None:
             raise ValueError(f"rank {number} does not run now")
-        sent = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "exit": DRILL_EXIT_SIGNAL}[fault]
-        rank.report = replace(rank.report, drill=fault)
-        os.kill(pid, sent)
-        return f"sent signal {int(sent)} to rank {number}, process {pid}"
+        before = rank.report
+        rank.report = replace(before, drill=fault)  # known before its end can be heard of
+        try:
+            python = parse_python(list(self.spec.command)) is not None
+            return f"rank {number}: {inject(fault, pid, python, found=before.attached or self.spec.silence_s is not None)}"
+        except (ValueError, OSError):
+            rank.report = before
+            raise
 
     # observation
 
@@ -407,7 +396,7 @@ class Ranks:
             self._process.kill()
             self._process.wait()
         left = end_group(f"{self.spec.key}.{self.index}")
-        self.free_port()
+        self.port.free()
         for number in self.numbers:
             self._pump.close(number)
         return left

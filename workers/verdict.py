@@ -142,10 +142,11 @@ def _by_exit(rank: RankReport) -> Verdict:
         evidence = f"rank {rank.rank} ended with exit code {rank.exit_code}{told}{more}"
         signature = f"{cause or 'exit code'} {rank.exit_code} rank {rank.rank}"
         return Verdict(kind, cause or said_by, rank.rank, evidence, signature, at, rank.tail, rank.exit_code)
+    drill = rank.drill if rank.drill == "oom" and kind == FailureClass.OUT_OF_MEMORY else None
     first_line = error.message.strip().splitlines()[0][:300] if error.message.strip() else ""
     evidence = f"rank {rank.rank} raised {error.type}: {first_line} ({error.place}){more}"
     signature = f"{error.type} at {error.place}"
-    return Verdict(kind, cause or said_by, rank.rank, evidence, signature, at, error.traceback[-8192:], rank.exit_code)
+    return Verdict(kind, cause or said_by, rank.rank, evidence, signature, at, error.traceback[-8192:], rank.exit_code, drill=drill)
 
 
 def _says(rank: RankReport, words: Sequence[str]) -> bool:

@@ -100,7 +100,7 @@ def test_keras_goes_on_at_the_next_batch_with_the_weights_of_the_unbroken_run(se
     assert len(weights[0]) == 1
 
 
-@pytest.mark.parametrize("fault", ["kill", "stop", "exit", "agent"])
+@pytest.mark.parametrize("fault", ["kill", "stop", "hang", "oom", "exit", "agent"])
 def test_drills_inject_real_faults_and_the_job_recovers(server: Server, fault: str) -> None:
     spec = {"checkpoint": {"snapshot_every_steps": 1}, "timeouts": {"hang_s": 3}}
     job = server.example("shakespeare", ["python", "train.py", "--steps", "150", "--sample", "1"], **spec)
@@ -112,10 +112,13 @@ def test_drills_inject_real_faults_and_the_job_recovers(server: Server, fault: s
     cause, signal_number, code = {
         "kill": ("signal", int(signal.SIGKILL), None),
         "stop": ("hang", None, None),
+        "hang": ("hang", None, None),
+        "oom": ("exception", None, 1) if "MemoryError instead" in answer.text else ("oom_killed", int(signal.SIGKILL), None),
         "exit": ("exit_code", None, 35),
         "agent": ("agent_lost", None, None),
     }[fault]
     assert (incident["cause"], incident["signal"], incident["exit_code"], incident["drill"]) == (cause, signal_number, code, fault)
     assert incident["blamed_rank"] == (None if fault == "agent" else 1)
-    assert incident["class"] == "infrastructure"
+    assert incident["class"] == ("out_of_memory" if fault == "oom" else "infrastructure")
+    assert incident["recovery_seconds"] is not None
     assert_no_gap(job, 150)

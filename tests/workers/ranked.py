@@ -32,7 +32,7 @@ class Ranked:
 
     async def until(self, look: Callable[[], Seen]) -> Seen:
         """The first true answer; boards and processes are read as the agent reads them."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(40):
             while True:
                 with contextlib.suppress(OSError, ValueError):
                     self.ranks.read_boards()

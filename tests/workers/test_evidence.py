@@ -273,3 +273,86 @@ def test_without_the_option_nobody_looks(tmp_path: Path) -> None:
             return one.ranks.quiet()
 
     assert asyncio.run(run()) == {}
+
+
+LOOPS = """
+import os, time
+if os.environ["KEEPSTEP_RANK"] == "1":
+    import signal
+    print("up", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+while True:
+    print("up", flush=True)
+    time.sleep(0.05)
+"""
+
+
+def drilled(home: Path, fault: str, **changes: object) -> tuple[str, Verdict]:
+    """What the drill said, and the verdict over what it did to a rank."""
+
+    async def run() -> tuple[str, Verdict]:
+        async with ranked(home, LOOPS, silence_s=60.0, **changes) as one:
+            await one.until(lambda: "up" in one.log(0))
+            said = one.ranks.drill(fault, 0)
+            return said, verdict_of(await one.all_ended())
+
+    return asyncio.run(run())
+
+
+def test_the_oom_drill_is_a_true_kill_by_the_kernel(tmp_path: Path, small_cgroup: Path) -> None:
+    said, verdict = drilled(tmp_path, "oom")
+    assert "takes memory in a cgroup of 64 MiB" in said
+    assert (verdict.kind, verdict.cause, verdict.signal, verdict.drill) == (FailureClass.OUT_OF_MEMORY, "oom_killed", 9, "oom")
+    assert not list(small_cgroup.parent.glob("**/keepstep-drill-*")), "its cgroup goes with it"
+
+
+def test_the_oom_drill_says_so_where_it_cannot_have_a_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.memory.CGROUPS", tmp_path / "none")
+    said, verdict = drilled(tmp_path, "oom")
+    assert "it raises MemoryError instead" in said
+    assert (verdict.kind, verdict.cause, verdict.drill) == (FailureClass.OUT_OF_MEMORY, "exception", "oom")
+
+
+def test_the_exit_drill_is_a_true_exit(tmp_path: Path) -> None:
+    _, verdict = drilled(tmp_path, "exit")
+    assert (verdict.kind, verdict.exit_code, verdict.drill) == (FailureClass.INFRASTRUCTURE, 35, "exit")
+
+
+def test_the_hang_drill_pauses_a_process_that_still_lives(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with ranked(tmp_path, LOOPS, silence_s=60.0) as one:
+            await one.until(lambda: "up" in one.log(0))
+            one.ranks.drill("hang", 0)
+            await one.until(lambda: one.ranks.quiet()[0] > 1.5)
+            (found,) = await asyncio.to_thread(take, one.ranks.pids())
+            assert found.own.os_state == "S"
+            verdict = judge_hang(one.ranks.reports(), {0: found}, "silent", 0.0)
+            assert (verdict.rank, verdict.kind, verdict.drill) == (0, FailureClass.INFRASTRUCTURE, "hang")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank", "changes", "reason"),
+    [
+        ("exit", 1, {"silence_s": 60.0}, "is stopped"),
+        ("hang", 1, {"silence_s": 60.0}, "is stopped"),
+        ("oom", 1, {"silence_s": 60.0}, "is stopped"),
+        ("hang", 0, {}, "nobody would find its hang"),
+        ("stop", 0, {}, "nobody would find its hang"),
+        ("oom", 0, {"command": ("sh", "-c", "echo up; exec sleep 60")}, "needs a command of the form"),
+        ("kill", 7, {}, "does not run"),
+    ],
+)
+def test_a_drill_that_would_not_work_is_refused_and_leaves_no_mark(
+    tmp_path: Path, fault: str, rank: int, changes: dict[str, object], reason: str
+) -> None:
+    async def run() -> None:
+        async with ranked(tmp_path, LOOPS, ranks=2, **changes) as one:
+            await one.until(lambda: "up" in one.log(0) and "up" in one.log(1))
+            await one.until(lambda: one.ranks.reports()[1].os_state in ("T", None) or "command" in changes)
+            with pytest.raises(ValueError, match=reason):
+                one.ranks.drill(fault, rank)
+            assert [r.drill for r in one.ranks.reports()] == [None, None]
+
+    asyncio.run(run())
