@@ -7,6 +7,7 @@ only added.
 from __future__ import annotations
 
 import math
+import time
 from datetime import UTC, datetime
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -16,6 +17,7 @@ from orchestrator.core import model
 from orchestrator.core.scheduling import Placement, Waiting
 from orchestrator.core.spec import dump
 from orchestrator.core.states import AttemptState, JobState, Reason
+from orchestrator.core.verdicts import budgets
 from workers import messages
 from workers.messages import FailureClass, Outcome, RankPhase, RankState, Source
 
@@ -39,6 +41,13 @@ class Page(BaseModel, Generic[Item]):
     next_cursor: str | None = Field(None, description="Give it as `cursor` to get the next page; null: there is none.")
 
 
+class BudgetOut(BaseModel):
+    """Failures within the window, and how many of them may be followed by a restart."""
+
+    used: int
+    limit: int
+
+
 class JobOut(BaseModel):
     """A job."""
 
@@ -56,6 +65,7 @@ class JobOut(BaseModel):
     best_step: int | None = Field(description="Highest step that any rank has finished.")
     metrics: dict[str, float | str] = Field(description="Rank 0's newest; NaN and infinity as strings.")
     restarts: int = Field(description="Starts of all ranks beyond the first, over all attempts.")
+    budgets: dict[FailureClass, BudgetOut] = Field(description="By the class of failure that pays; `unknown` draws on infrastructure.")
     world_size: int
     created_at: Time
     started_at: Time | None
@@ -68,6 +78,7 @@ class JobOut(BaseModel):
             id=job.id, name=job.name, state=job.state, reason=job.reason, message=job.message, spec=dump(job.spec),
             priority=job.spec.priority, labels=job.spec.labels, attempt=job.attempt, generation=job.generation, step=job.step,
             best_step=job.best_step, metrics={name: _number(value) for name, value in job.metrics.items()}, restarts=job.restarts,
+            budgets={kind: BudgetOut(used=used, limit=limit) for kind, (used, limit) in budgets(job, time.time()).items()},
             world_size=job.spec.resources.world_size, created_at=utc(job.created_at), started_at=utc_or_none(job.started_at),
             ended_at=utc_or_none(job.ended_at), unreachable_since=utc_or_none(job.unreachable_since),
         )  # fmt: skip
@@ -163,7 +174,10 @@ class IncidentOut(BaseModel):
     lost_steps: int | None = Field(description="Finished steps that had to be done again.")
     restored_from: Source
     phases_ms: dict[str, float] = Field(description="Milliseconds of detect, stop, launch, restore, first_step.")
-    recovery_seconds: float | None = Field(description="From the failure to the next new step; null while it lasts.")
+    recovery_seconds: float | None = Field(
+        description="From the failure to the first step that is new on all ranks; of a script that reports no steps only to the launch of "
+        "all ranks, for when it trains again is not known. Null while it lasts."
+    )
     recovered_at: Time | None
 
     @classmethod

@@ -34,7 +34,7 @@ from workers.neighbours import Neighbour
 from workers.processes import SHM, end_group, remove_shared_memory
 from workers.ranks import Ranks
 from workers.stacks import TAKE_S, take
-from workers.workdir import CannotPrepare, local_path, prepare
+from workers.workdir import CannotPrepare, local_path, missing, prepare
 
 BEAT_S = 0.5  # longest silence of a poll
 LOOK_S = 0.02  # between two readings of the boards
@@ -85,6 +85,7 @@ class Agent:
         self.pinned: dict[int, int] = {}
         self.stacks: tuple[float | None, tuple[RankStacks, ...]] = (None, ())  # the request that they answer
         self._taking: float | None = None
+        self._missing: tuple[str, ...] | None = None  # of the files that success asks for
         self._change = asyncio.Event()
         self._order = asyncio.Lock()  # launch and stop, one after the other
         self._work: Path | None = None
@@ -131,6 +132,9 @@ class Agent:
                 if pinned != self.pinned:
                     self.pinned = pinned
                     self._changed()
+            if self.spec.success_files and self._missing is None and self.ranks.all_left and self._work is not None:
+                self._missing = await asyncio.to_thread(missing, self._work, self.spec.success_files)
+                self._changed()
             if self.kept is not self._written:
                 self._written = self.kept
                 with contextlib.suppress(OSError):
@@ -186,6 +190,7 @@ class Agent:
             at=time.time(),
             silent=self.ranks.silent(),
             quiet=self.ranks.quiet(),
+            missing_files=self._missing,
             stacks_of=self.stacks[0],
             stacks=self.stacks[1],
             notes=tuple(self.ranks.log_problems),
@@ -244,7 +249,7 @@ class Agent:
         self.exchange.drop_newer(order.restore.step)
         self.exchange.unfetched.clear()
         self.held, self.copies = (), ()
-        self.stacks = (None, ())
+        self.stacks, self._missing = (None, ()), None
         staged = _stage_name(order.restore.url) if order.restore.url else None
         self.ranks.launch(order, staged)
         if self.index == 0 and self.spec.framework == "pytorch":  # the next generation's store listens before it is needed

@@ -29,7 +29,7 @@ _STEP = struct.Struct("<Qdd")  # step, when it was finished, seconds of announce
 # Offsets of the words.
 _AT_MAGIC, _AT_GENERATION, _AT_PID, _AT_PHASE, _AT_PHASE_AT = 0, 8, 16, 24, 32
 _AT_STEP, _AT_RESTORED, _AT_RESTORED_AT, _AT_STARTED_AT, _AT_ATTACHED = 40, 56, 64, 72, 80
-_AT_REQUEST, _AT_FIRST_STEP_AT, _AT_FAILED_AT = 88, 96, 104
+_AT_REQUEST, _AT_FIRST_STEP_AT, _AT_FAILED_AT, _AT_NONFINITE = 88, 96, 104, 112
 _AT_RING = 128
 _AT_METRICS = _AT_RING + RING * _STEP.size  # sequence, length, text
 _METRICS_ROOM = SIZE - _AT_METRICS - 16
@@ -54,6 +54,8 @@ class BoardView:
     failed_at: float | None
     attached: bool  # the script called workers.start()
     metrics: dict[str, float]
+    nonfinite: dict[str, int]  # metric -> first step of this generation at which it was NaN or infinite
+    nonfinite_since: int  # first of at least three reports in a row, up to the newest, with such a metric; 0: there are none
 
 
 class Board:
@@ -116,9 +118,10 @@ class Board:
         """The script ended with an exception; the process is on its way out."""
         self._put_time(_AT_FAILED_AT, time.time())
 
-    def metrics(self, values: dict[str, float]) -> None:
-        """Newest metrics; silently cut to what fits is worse than none, so too large a set raises ValueError."""
-        text = json.dumps(values).encode()
+    def metrics(self, values: dict[str, float], nonfinite: dict[str, int] | None = None, since: int = 0) -> None:
+        """Newest metrics, see BoardView; silently cut to what fits is worse than none, so too large a set raises ValueError."""
+        text = json.dumps([values, nonfinite or {}]).encode()
+        self._put(_AT_NONFINITE, since)
         if len(text) > _METRICS_ROOM:
             raise ValueError(f"metrics: {len(text)} bytes of JSON, the limit is {_METRICS_ROOM}; report fewer values")
         sequence = self._get(_AT_METRICS)
@@ -138,6 +141,7 @@ class Board:
 
     def read(self) -> BoardView:
         step = self._get(_AT_STEP)
+        metrics, nonfinite = self._read_metrics()
         ring = [_STEP.unpack_from(self._memory, _AT_RING + i * _STEP.size) for i in range(RING)]
         found = sorted(entry for entry in ring if 0 < entry[0] <= step)
         steps = tuple((s, at) for s, at, _ in found)
@@ -156,19 +160,21 @@ class Board:
             restored_at=self._get_time(_AT_RESTORED_AT) or None,
             failed_at=self._get_time(_AT_FAILED_AT) or None,
             attached=bool(self._get(_AT_ATTACHED)),
-            metrics=self._read_metrics(),
+            metrics=metrics,
+            nonfinite=nonfinite,
+            nonfinite_since=self._get(_AT_NONFINITE),
         )
 
-    def _read_metrics(self) -> dict[str, float]:
+    def _read_metrics(self) -> tuple[dict[str, float], dict[str, int]]:
         before = self._get(_AT_METRICS)
         length = self._get(_AT_METRICS + 8)
         if before % 2 or not 0 < length <= _METRICS_ROOM:
-            return {}
+            return {}, {}
         text = bytes(self._memory[_AT_METRICS + 16 : _AT_METRICS + 16 + length])
         if self._get(_AT_METRICS) != before:
-            return {}
-        values: dict[str, float] = json.loads(text)
-        return values
+            return {}, {}
+        values, nonfinite = json.loads(text)
+        return values, nonfinite
 
     def _put(self, at: int, value: int) -> None:
         _WORD.pack_into(self._memory, at, value)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from workers.group import Group
 from workers.messages import Failure, FailureClass, GroupSpec
@@ -19,12 +20,25 @@ BACK_OFF_LONGEST_S = 60.0
 QUICK_S = 30.0  # of a script that reports no steps: an equal failure sooner than this after the last counts as one that gained nothing
 
 
+# Reasons of their own for user errors that end a job.
+USER_REASONS = {"incomplete": "Incomplete", "non_finite": "NonFinite"}
+
+
+class Limits(Protocol):
+    """What the user set, in the spec of a job or of a group."""
+
+    @property
+    def max_user_errors(self) -> int: ...
+    @property
+    def max_infrastructure(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class Price:
     """A row of the table. ``same``: so many equal failures in a row, without a step gained, end the job."""
 
     paid_by: FailureClass  # the class whose failures are counted together
-    budget: Callable[[GroupSpec], int]  # restarts within the window
+    budget: Callable[[Limits], int]  # restarts within the window
     same: int
     without_steps: bool = False  # whether ``same`` holds for scripts that report no steps too
     remedy: Callable[[GroupSpec], str] = lambda spec: ""  # what the user can do about it
@@ -59,7 +73,7 @@ def charge(group: Group, now: float, verdict: Verdict) -> tuple[Group, tuple[str
     group = replace(group, failures=failures, not_before=now + back_off(same if group.attached else _quick(failures)))
     spent, budget = sum(TABLE[f.kind].paid_by == price.paid_by for f in failures), price.budget(spec)
     if spent > budget and verdict.kind == FailureClass.USER:
-        return group, ("UserError", f"{verdict.evidence} (max_user_errors = {budget})")
+        return group, (USER_REASONS.get(verdict.cause, "UserError"), f"{verdict.evidence} (max_user_errors = {budget})")
     if spent > budget:
         text = f"{spent} failures within {spec.window_s / 3600:g} h, the budget is {budget}; last: {verdict.evidence}{price.remedy(spec)}"
         return group, ("BudgetSpent", text)

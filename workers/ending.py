@@ -21,7 +21,7 @@ from workers.group import (
     ranks_of,
 )
 from workers.incidents import RELAUNCH, put, turned
-from workers.messages import Outcome
+from workers.messages import Outcome, RankPhase, RankReport
 
 FINAL_SAVE_S = 900.0
 
@@ -32,6 +32,9 @@ def finish(group: Group, seen: Seen, now: float) -> Decision:
         message = f"all ranks ended with 0, the final checkpoint could not be written: {seen.final_problem}"
         return close_group(group, now, Outcome.SUCCEEDED, "Completed", message)
     if seen.final_saved:
+        if group.best_step is None and not group.checkpoints and group.spec.success_steps is None and not group.spec.success_files:
+            text = "all ranks ended with 0; the job reported no step and made no checkpoint: `success` in the spec tells how to check it"
+            group = group.say(now, "FinishedWithoutProgress", text)
         return close_group(group, now, Outcome.SUCCEEDED, "Completed", f"all {group.spec.world_size} ranks ended with 0")
     left = any(a.node_lost for a in seen.agents) or (gone_agents(seen, now) and now - group.since > AGENT_RETURN_S)
     if left or now - group.since > FINAL_SAVE_S:
@@ -42,13 +45,27 @@ def finish(group: Group, seen: Seen, now: float) -> Decision:
 
 
 def end(group: Group, seen: Seen, now: float) -> Decision:
-    assert group.end is not None
+    asked = group.end
+    assert asked is not None
     ranks = ranks_of(group, seen)
     all_ended = len(ranks) == group.spec.world_size and all(r.ended_at is not None for r in ranks)
-    if all_ended or now >= group.since + group.end.grace_s:
-        how = "all ranks ended within the grace" if all_ended else f"SIGKILL after {group.end.grace_s:.0f} s of grace"
+    if all_ended or now >= group.since + asked.grace_s:
+        how = "all ranks ended within the grace" if all_ended else f"SIGKILL after {asked.grace_s:.0f} s of grace"
+        group = _tell_unsaved(group, ranks, now)
         return close_group(group.say(now, "GraceOver", how), now, Outcome.STOPPED, "Stopped", "ended on request")
-    return Decision(group, (TerminateRanks(group.generation),), "GraceRunning", min(now + REPEAT_S, group.since + group.end.grace_s))
+    return Decision(group, (TerminateRanks(group.generation),), "GraceRunning", min(now + REPEAT_S, group.since + asked.grace_s))
+
+
+def _tell_unsaved(group: Group, ranks: tuple[RankReport, ...], now: float) -> Group:
+    """Ranks that had SIGTERM and left no state of their newest step."""
+    unsaved = [r for r in ranks if (r.phase is not RankPhase.DONE if r.attached else r.exit_code != 0)]
+    if not unsaved:
+        return group
+    first = unsaved[0]
+    where = f"rank {first.rank} was at step {first.step or 0}, phase {first.phase}" if first.attached else "it reports no steps"
+    kept = f"the newest checkpoint is of step {group.checkpoint_step}" if group.checkpoint_step else "there is no checkpoint"
+    who = f"ranks {', '.join(str(r.rank) for r in unsaved[:8])}"
+    return group.say(now, "NoSaveWithinGrace", f"{who} did not end by themselves with their state saved: {where}; {kept}", first.rank)
 
 
 def lose_group(group: Group, now: float, reason: str, message: str) -> Decision:

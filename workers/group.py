@@ -100,6 +100,7 @@ class Group:
     failures: tuple[Failure, ...] = ()
     incidents: tuple[Incident, ...] = ()
     recovery: Recovery | None = None
+    nonfinite: tuple[str, ...] = ()  # metrics that this generation was told to have non-finite values
     stacks_asked_at: float | None = None  # silence was seen then, and the stacks of all ranks asked for
     not_before: float | None = None  # no generation is launched sooner: failures repeat and gain nothing
     restore: RestoreOrder | None = None

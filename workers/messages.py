@@ -111,6 +111,9 @@ class GroupSpec:
     start_s: float
     hang_s: float | None  # None: auto
     grace_s: float
+    success_steps: int | None = None  # ranks that end with 0 before this step have not finished
+    success_files: tuple[str, ...] = ()  # files that must be there at the end, relative to the working directory
+    stop_on_nan: bool = False  # metrics that stay non-finite end the generation
     silence_s: float | None = None  # opt-in, for scripts that report no steps: no output and no CPU time for so long is a hang
     auto_checkpoints: bool = False  # beside the two above: at the interval that the measured cost and failures ask for
     first_generation: int = 0  # generations count on over attempts of a job
@@ -183,6 +186,8 @@ class RankReport:
     new_step_at: float | None = None  # when it finished the first step that no earlier generation had finished
     failed_at: float | None = None  # its script ended with an exception; the process may still be on its way out
     error: ErrorReport | None = None
+    nonfinite: tuple[tuple[str, int], ...] = ()  # metric and the first step of this generation at which it was NaN or infinite
+    nonfinite_since: int | None = None  # first of at least three reports in a row, up to the newest, with such a metric
     oom_killed: str | None = None  # how it is known that the kernel killed for memory in its time, part of a sentence
     disk_full: str | None = None  # which of its folders had no room when it failed, part of a sentence
     tail: str = ""  # last log lines, once it ended other than with 0
@@ -284,6 +289,7 @@ class AgentStatus:
     at: float | None = None  # the clock of this node when this was told, Unix time
     silent: dict[int, float] = field(default_factory=dict)  # rank -> seconds since it last showed a step or phase, whatever clocks say
     quiet: dict[int, float] = field(default_factory=dict)  # rank -> seconds without log output and CPU time; where silence_s asks for it
+    missing_files: tuple[str, ...] | None = None  # of success_files, once all ranks here have ended with 0
     stacks_of: float | None = None  # the request that ``stacks`` answers
     stacks: tuple[RankStacks, ...] = ()
     notes: tuple[tuple[int, str], ...] = ()  # (rank, sentence) that the user should hear, oldest first
@@ -346,7 +352,7 @@ class Incident:
     lost_steps: int | None = None
     restored_from: Source = Source.NONE
     phases_ms: dict[str, float] = field(default_factory=dict)  # detect, stop, launch, restore, first_step
-    recovery_seconds: float | None = None
+    recovery_seconds: float | None = None  # to the first new step; of scripts that report none to the launch of all ranks
     recovered_at: float | None = None
 
 

@@ -307,6 +307,11 @@ class Ranks:
     def living(self) -> bool:
         return any(r.report.ended_at is None for r in self._ranks.values())
 
+    @property
+    def all_left(self) -> bool:
+        """Every rank here has ended with 0."""
+        return bool(self._ranks) and all(r.report.exit_code == 0 for r in self._ranks.values())
+
     def reports(self) -> tuple[RankReport, ...]:
         if self.drilled is not None:
             return tuple(replace(r.report, drill=self.drilled) for r in self._ranks.values())
@@ -381,6 +386,8 @@ class Ranks:
             error=self._error(report.rank) if seen.failed_at else report.error,
             disk_full=full(self._folders) if failed_now else report.disk_full,
             attached=seen.attached,
+            nonfinite=tuple(seen.nonfinite.items()),
+            nonfinite_since=seen.nonfinite_since or None,
             os_state=os_state(report.pid) if report.pid and report.ended_at is None else None,
         )
 
@@ -403,4 +410,4 @@ class Ranks:
 
 
 def _urgent(report: RankReport) -> tuple[object, ...]:
-    return (report.attached, report.first_step_at, report.new_step_at, report.failed_at, report.phase, report.restored_at)
+    return (report.attached, report.first_step_at, report.new_step_at, report.failed_at, report.phase, report.restored_at, report.nonfinite)

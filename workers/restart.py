@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from workers.budget import charge
 from workers.ending import close_group, closing, end, ended, finish, lose_group
+from workers.failing import LAUNCH_S, agent_verdict, changed_agent, fail, launch_timeout, node_of, start_problem, stop_for
 from workers.group import (
     AGENT_RETURN_S,
     REPEAT_S,
-    AgentSeen,
     Decision,
     Doing,
     FetchPeers,
@@ -31,15 +31,14 @@ from workers.group import (
     ranks_of,
 )
 from workers.hangs import judge_hang
-from workers.incidents import STOP, close_all, new_incident, put, turned
+from workers.incidents import close_all, new_incident
 from workers.locating import FromPeers, from_peers, newest_in_memory, whole_in_memory
 from workers.messages import CheckpointFound, FailureClass, Outcome, RankReport, RestoreOrder, Source
-from workers.verdict import Verdict, failed, judge, only_secondary, secondary
+from workers.verdict import Verdict, failed, judge, judge_metrics, judge_success, only_secondary, secondary
 from workers.watching import Silence, settled, silence, training_since
 
 CULPRIT_S = 0.3  # how long to wait for the culprit while only consequences were seen
 PLACING_S = 120.0
-LAUNCH_S = 60.0
 STACKS_S = 2.0  # a hang is acted on after this long, with the stacks that have come by then
 
 
@@ -54,11 +53,12 @@ def decide(group: Group, seen: Seen, now: float) -> Decision:
     lost = next((a for a in seen.agents if a.node_lost), None)
     if lost is not None and group.doing in _WITHOUT_RANKS:
         if group.recovery is None:  # it was lost before anything ran, or with the coordinator that knew more
-            verdict = _agent_verdict(group, lost, now)
+            verdict = agent_verdict(group, lost, now)
             group, _ = charge(group, now, verdict)
-            incident = new_incident(group, verdict, _node(group, lost.index), now, None)
+            incident = new_incident(group, verdict, node_of(group, lost.index), now, None)
             group = replace(group, recovery=Recovery(incident, now))
-        return lose_group(group, now, "NodeLost", f"node {_node(group, lost.index)} has left the cluster; the job needs another placement")
+        gone = f"node {node_of(group, lost.index)} has left the cluster; the job needs another placement"
+        return lose_group(group, now, "NodeLost", gone)
     return _HANDLERS[group.doing](group, seen, now)
 
 
@@ -85,22 +85,17 @@ def _place(group: Group, seen: Seen, now: float) -> Decision:
 def _warm(group: Group, seen: Seen, now: float) -> Decision:
     gone = gone_agents(seen, now)
     if gone and now - group.since > AGENT_RETURN_S:
-        return lose_group(group, now, "NodeLost", f"agent {gone[0].index} on node {_node(group, gone[0].index)} is gone")
+        return lose_group(group, now, "NodeLost", f"agent {gone[0].index} on node {node_of(group, gone[0].index)} is gone")
     problems = [(a.index, a.status.problem) for a in seen.agents if a.status and a.status.problem]
     if problems:
         index, problem = problems[0]
-        return _stop_for(group, now, _start_problem(index, problem or "", now))
+        return stop_for(group, now, start_problem(index, problem or "", now))
     if not gone and all(a.status is not None and a.status.ready for a in seen.agents):
         return decide(group.go(Doing.LOCATING, now), seen, now)
     if not gone and now - group.since > group.spec.start_s:
         evidence = f"nodes were not ready within start_s = {group.spec.start_s:.0f} s"
-        return _stop_for(group, now, Verdict(FailureClass.UNKNOWN, "start_timeout", None, evidence, "start_timeout", now))
+        return stop_for(group, now, Verdict(FailureClass.UNKNOWN, "start_timeout", None, evidence, "start_timeout", now))
     return Decision(group, (), "Warming", now + REPEAT_S)
-
-
-def _start_problem(index: int, problem: str, now: float) -> Verdict:
-    evidence = f"node {index} cannot start the command: {problem}"
-    return Verdict(FailureClass.USER, "cannot_start", None, evidence, f"cannot_start {problem}", now)
 
 
 def _locate(group: Group, seen: Seen, now: float) -> Decision:
@@ -227,23 +222,18 @@ def _newest_generation(group: Group, seen: Seen) -> int:
 
 def _launch(group: Group, seen: Seen, now: float) -> Decision:
     assert group.restore is not None
-    away = _changed(group, seen, now)
+    away = changed_agent(group, seen, now)
     if away is not None:
-        return _fail(group, seen, now, _agent_verdict(group, away, now))
+        return fail(group, seen, now, agent_verdict(group, away, now))
     if all(a.status and a.status.generation == group.generation for a in seen.agents):
         return decide(group.go(Doing.TRAINING, now), seen, now)
     problems = [(a.index, a.status.problem) for a in seen.agents if a.status and a.status.problem]
     if problems:
-        return _fail(group, seen, now, _start_problem(problems[0][0], problems[0][1] or "", now))
+        return fail(group, seen, now, start_problem(problems[0][0], problems[0][1] or "", now))
     if now - group.since > LAUNCH_S:
-        return _fail(group, seen, now, _launch_timeout(now))
+        return fail(group, seen, now, launch_timeout(now))
     await_step = max(group.best_step or 0, group.restore.step) + 1
     return Decision(group, (Launch(group.generation, group.restore, await_step),), "Launching", now + REPEAT_S)
-
-
-def _launch_timeout(now: float) -> Verdict:
-    evidence = f"not every agent launched its ranks within {LAUNCH_S:.0f} s"
-    return Verdict(FailureClass.INFRASTRUCTURE, "launch_timeout", None, evidence, "launch_timeout", now)
 
 
 def _train(group: Group, seen: Seen, now: float) -> Decision:
@@ -252,20 +242,22 @@ def _train(group: Group, seen: Seen, now: float) -> Decision:
     if end is not None and any(r.ended_at is None for r in ranks):
         group = group.say(now, "EndRequested", f"SIGTERM to all ranks, SIGKILL after {end.grace_s:.0f} s").go(Doing.ENDING, now)
         return Decision(group, (TerminateRanks(group.generation),), "EndRequested", now + end.grace_s)
-    away = _changed(group, seen, now)
+    away = changed_agent(group, seen, now)
     verdict = judge(ranks)
     if away is not None and (verdict is None or all(secondary(r) for r in ranks if failed(r))):
-        return _fail(group, seen, now, _agent_verdict(group, away, now))
+        return fail(group, seen, now, agent_verdict(group, away, now))
     if verdict is not None:
         if only_secondary(ranks) and now - verdict.at < CULPRIT_S:
             return Decision(group, (), "WaitingForCulprit", verdict.at + CULPRIT_S)
-        return _fail(group, seen, now, verdict)
+        return fail(group, seen, now, verdict)
     if len(ranks) == group.spec.world_size and all(r.exit_code == 0 for r in ranks):
-        if not group.training:
-            group = _now_training(group, ranks, now)
-        return decide(group.go(Doing.FINISHING, now), seen, now)
+        return _all_left(group, seen, ranks, now)
     if len(ranks) < group.spec.world_size and now - group.since > LAUNCH_S:
-        return _fail(group, seen, now, _launch_timeout(now))
+        return fail(group, seen, now, launch_timeout(now))
+    group = _tell_nonfinite(group, ranks, now)
+    poisoned = judge_metrics(ranks) if group.spec.stop_on_nan else None
+    if poisoned is not None:
+        return fail(group, seen, now, poisoned)
     silent, hang_at = silence(group, seen, ranks, now)
     if silent is not None:
         return _hang(group, seen, now, ranks, silent)
@@ -279,6 +271,30 @@ def _train(group: Group, seen: Seen, now: float) -> Decision:
     return Decision(group, (), "Training", hang_at)
 
 
+def _all_left(group: Group, seen: Seen, ranks: tuple[RankReport, ...], now: float) -> Decision:
+    """Every rank has ended with 0 by itself; whether that is success, the spec may want to know more exactly."""
+    spec = group.spec
+    if spec.success_files and any(a.status is None or a.status.missing_files is None for a in seen.agents) and not gone_agents(seen, now):
+        return Decision(group, (), "LookingForFiles", now + REPEAT_S)
+    missing = [set(a.status.missing_files) for a in seen.agents if a.status and a.status.missing_files is not None]
+    unfinished = judge_success(ranks, spec.success_steps, tuple(f for f in spec.success_files if all(f in m for m in missing)), now)
+    if unfinished is not None:
+        return fail(group, seen, now, unfinished)
+    if not group.training:
+        group = _now_training(group, ranks, now)
+    return decide(group.go(Doing.FINISHING, now), seen, now)
+
+
+def _tell_nonfinite(group: Group, ranks: tuple[RankReport, ...], now: float) -> Group:
+    """Once for each metric of a generation."""
+    for rank in ranks:
+        for name, step in rank.nonfinite:
+            if name not in group.nonfinite:
+                text = f"metric {name} of rank {rank.rank} is NaN or infinite, first at step {step}"
+                group = replace(group, nonfinite=(*group.nonfinite, name)).say(now, "NonFinite", text, rank.rank)
+    return group
+
+
 def _hang(group: Group, seen: Seen, now: float, ranks: tuple[RankReport, ...], silent: Silence) -> Decision:
     """Evidence first: the stacks of all ranks, for a short while; then the end of the generation."""
     asked_at = group.stacks_asked_at or now
@@ -287,7 +303,7 @@ def _hang(group: Group, seen: Seen, now: float, ranks: tuple[RankReport, ...], s
     if waiting and now - asked_at < STACKS_S:
         return Decision(group, (TakeStacks(asked_at),), "TakingStacks", asked_at + STACKS_S)
     stacks = {s.rank: s for a in seen.agents if a.status is not None and a.status.stacks_of == asked_at for s in a.status.stacks}
-    return _fail(group, seen, now, judge_hang(ranks, stacks, silent.said, silent.since))
+    return fail(group, seen, now, judge_hang(ranks, stacks, silent.said, silent.since))
 
 
 def _now_training(group: Group, ranks: tuple[RankReport, ...], now: float) -> Group:
@@ -297,71 +313,19 @@ def _now_training(group: Group, ranks: tuple[RankReport, ...], now: float) -> Gr
     group, incident = close_all(group, ranks, now)
     if incident is not None:
         steps = "" if incident.lost_steps is None else f", {incident.lost_steps} steps lost"
-        message = f"{incident.cause}: recovered in {incident.recovery_seconds:.3f} s from {incident.restored_from}{steps}"
+        how = f"recovered in {incident.recovery_seconds:.3f} s from {incident.restored_from}"
+        if "first_step" not in incident.phases_ms:
+            how = f"relaunched in {incident.recovery_seconds:.3f} s; the script reports no steps, so when it trained again is not known"
+        message = f"{incident.cause}: {how}{steps}"
         group = group.say(now, "Recovered", message, incident.blamed_rank)
     return replace(group, training=True)
-
-
-def _changed(group: Group, seen: Seen, now: float) -> AgentSeen | None:
-    """The first agent that is gone or is another process than the one that launched this generation."""
-    gone = gone_agents(seen, now)
-    if gone:
-        return gone[0]
-    return next((a for a in seen.agents if a.status and a.status.incarnation != group.incarnations.get(a.index)), None)
-
-
-def _node(group: Group, index: int) -> str:
-    return group.spec.nodes[index].node_id
-
-
-def _agent_verdict(group: Group, agent: AgentSeen, now: float) -> Verdict:
-    evidence = f"the agent of node {agent.index} ({_node(group, agent.index)[:12]}) is gone, its ranks with it"
-    at = min(agent.missing_since or now, now)
-    if agent.node_lost:
-        evidence = f"node {agent.index} ({_node(group, agent.index)[:12]}) has left the cluster, its ranks with it"
-        return Verdict(FailureClass.INFRASTRUCTURE, "node_lost", None, evidence, f"node_lost {agent.index}", at)
-    # A killed drill is known from the status that the agent left last.
-    drill = next((r.drill for r in (agent.status.ranks if agent.status else ()) if r.drill), None)
-    return Verdict(FailureClass.INFRASTRUCTURE, "agent_lost", None, evidence, f"agent_lost {agent.index}", at, drill=drill)
-
-
-def _fail(group: Group, seen: Seen, now: float, verdict: Verdict) -> Decision:
-    """Judge against budgets: a new generation, or the end."""
-    group, stop_reason = charge(group, now, verdict)
-    node = _blamed_node(group, seen, verdict, now)
-    incident = new_incident(group, verdict, node, now, stop_reason[1] if stop_reason else None)
-    group = put(group, incident).say(now, "Failure", incident.message, verdict.rank)
-    if stop_reason:
-        return close_group(group, now, Outcome.FAILED, *stop_reason)
-    group = replace(group.go(Doing.STOPPING, now), recovery=Recovery(incident, now), training=False, stacks_asked_at=None)
-    return Decision(group, (StopRanks(group.generation),), "Failure", now + REPEAT_S)
-
-
-def _blamed_node(group: Group, seen: Seen, verdict: Verdict, now: float) -> str | None:
-    if verdict.rank is not None:
-        return next((r.node_id for r in group.ranks if r.rank == verdict.rank), None)
-    away = _changed(group, seen, now)
-    return _node(group, away.index) if away and verdict.cause in ("agent_lost", "node_lost") else None
-
-
-def _stop_for(group: Group, now: float, verdict: Verdict) -> Decision:
-    """The nodes cannot be made ready. In the middle of a recovery that is one more turn of the incident that began it."""
-    if group.recovery is not None:
-        if verdict.kind != FailureClass.USER:
-            return lose_group(group, now, "StartTimeout", verdict.evidence)
-        incident = turned(group.recovery.incident, STOP, f"then {verdict.evidence}; job stops")
-    else:
-        incident = new_incident(group, verdict, None, now, verdict.evidence)
-    reason = "UserError" if verdict.kind == FailureClass.USER else "StartTimeout"
-    group = put(group, incident).say(now, "Failure", incident.message)
-    return close_group(group, now, Outcome.FAILED, reason, verdict.evidence)
 
 
 def _stop(group: Group, seen: Seen, now: float) -> Decision:
     """Ranks are being ended; a dead agent is awaited."""
     gone = gone_agents(seen, now)
     if gone and now - group.since > AGENT_RETURN_S:
-        node = _node(group, gone[0].index)
+        node = node_of(group, gone[0].index)
         return lose_group(group, now, "NodeLost", f"agent {gone[0].index} on node {node} did not come back within {AGENT_RETURN_S:.0f} s")
     if gone or not all(a.status and a.status.stopped for a in seen.agents):
         stuck = [pid for a in seen.agents if a.status for pid in a.status.stuck]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import signal
 import sys
 import threading
@@ -27,6 +28,7 @@ from workers.environment import Environment, read_environment
 from workers.messages import RankPhase, Source
 
 _RESERVED = ("step", "source")
+PERSISTENT = 3  # reports in a row with a metric that is not finite
 
 
 class Framework(Protocol):
@@ -67,6 +69,8 @@ class Run:
         self._owed = False  # a snapshot was due while the ranks were adrift
         self._step_ended: float | None = None
         self._step_seconds = 0.0
+        self._nonfinite: dict[str, int] = {}  # metric -> first step of this generation at which it was not finite
+        self._bad_reports: tuple[int, ...] = ()  # steps of the newest reports in a row with such a metric, the first ones
         self._phases_s = 0.0  # of announced phases since the last step
         self._told_to_stop = False
         self._failed = False
@@ -151,12 +155,23 @@ class Run:
             if self._phase is not RankPhase.STEP:
                 self._enter(RankPhase.STEP)
             if values:
-                self._board.metrics({name: _number(name, value) for name, value in values.items()})
+                self._show({name: _number(name, value) for name, value in values.items()})
             self._board.finish_step(self.steps, time.time(), self._phases_s)
             self._phases_s = 0.0
         if self._writer is not None:
             self._snapshot_if_due()
         self._step_ended = time.perf_counter()
+
+    def _show(self, metrics: dict[str, float]) -> None:
+        """On the board, with what is known of non-finite ones: a reader may miss the step at which it happened."""
+        assert self._board is not None
+        bad = [name for name, value in metrics.items() if not math.isfinite(value)]
+        for name in bad:
+            self._nonfinite.setdefault(name, self.steps)
+        self._bad_reports = (*self._bad_reports, self.steps) if bad else ()
+        since = self._bad_reports[0] if len(self._bad_reports) >= PERSISTENT else 0
+        self._bad_reports = self._bad_reports[:PERSISTENT]
+        self._board.metrics(metrics, self._nonfinite, since)
 
     def _agree(self) -> None:
         step = self.steps
@@ -309,6 +324,8 @@ def _check_parts(parts: dict[str, Any], state: Restored) -> None:
 
 def _number(name: str, value: Any) -> float:
     try:
+        if isinstance(value, str | bytes):  # float("1") would take it for a number
+            raise TypeError(value)
         return float(value.item() if hasattr(value, "item") else value)
     except (TypeError, ValueError) as error:
         raise ValueError(f"step: metric {name!r} is a {type(value).__qualname__}; pass a number or a one-element tensor") from error

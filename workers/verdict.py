@@ -97,6 +97,31 @@ def only_secondary(ranks: Sequence[RankReport]) -> bool:
     return bool(failures) and bool(running) and all(secondary(r) for r in failures) and not any(r.exit_code == 0 for r in ranks)
 
 
+def judge_metrics(ranks: Sequence[RankReport]) -> Verdict | None:
+    """Of a job that shall stop when its metrics stay non-finite."""
+    bad = [r for r in ranks if r.nonfinite_since is not None]
+    if not bad:
+        return None
+    first = min(bad, key=lambda r: (r.nonfinite_since or 0, r.rank))
+    names = ", ".join(name for name, _ in first.nonfinite)
+    evidence = f"rank {first.rank} reports {names} as NaN or infinite since step {first.nonfinite_since}"
+    signature = f"non_finite {names} step {first.nonfinite_since}"
+    return Verdict(FailureClass.USER, "non_finite", first.rank, evidence, signature, first.step_at or 0.0)
+
+
+def judge_success(ranks: Sequence[RankReport], steps: int | None, missing: Sequence[str], now: float) -> Verdict | None:
+    """Of ranks that all ended with 0. ``steps``: what each must have finished; ``missing``: files that are on no node."""
+    behind = [r for r in ranks if steps is not None and max(r.step or 0, r.restored or 0) < steps]
+    if not behind and not missing:
+        return None
+    reached = [f"rank {r.rank} finished step {max(r.step or 0, r.restored or 0)} of success.steps = {steps}" for r in behind[:1]]
+    lacking = [f"success.files lacks {', '.join(missing[:5])}"] if missing else []
+    evidence = f"all ranks ended with 0 before the job was complete: {'; '.join(reached + lacking)}"
+    blamed, tail = (behind[0].rank, behind[0].tail) if behind else (None, "")
+    at = max((r.ended_at or now for r in ranks), default=now)
+    return Verdict(FailureClass.USER, "incomplete", blamed, evidence, "incomplete", at, excerpt=tail, exit_code=0)
+
+
 def _early_exit(early: RankReport, victim: RankReport) -> Verdict:
     where = f"at step {early.step}" if early.step else "before its first step"
     at = early.ended_at or 0.0

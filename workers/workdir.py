@@ -12,6 +12,7 @@ import tempfile
 import uuid
 import zipfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -78,3 +79,8 @@ def _extract(bundle: zipfile.ZipFile, into: Path) -> None:
         mode = (entry.external_attr >> 16) & 0o777
         if mode and target.is_file():
             os.chmod(target, mode | 0o600)
+
+
+def missing(work: Path, names: Sequence[str]) -> tuple[str, ...]:
+    """Which of these files are not there; relative names count from ``work``."""
+    return tuple(name for name in names if not (work / name).exists())

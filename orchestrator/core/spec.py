@@ -121,6 +121,9 @@ class Restart(Section):
 
     max_user_errors: int = Field(default=0, ge=0, le=1000, description="Restarts after errors of the program itself, 0 to 1000.")
     max_infrastructure: int = Field(default=20, ge=0, le=10000, description="Restarts after signals, lost nodes and the like, 0 to 10000.")
+    stop_on_nan: bool = Field(
+        default=False, description="True: a metric that is NaN or infinite for 3 steps in a row is an error of the program."
+    )
     window_hours: float = Field(default=24, gt=0, le=8760, description="Length of the window in hours, above 0, up to 8760.")
 
 
@@ -136,6 +139,16 @@ class Timeouts(Section):
     )  # fmt: skip
     grace_s: float = Field(default=30, ge=0, le=3600, description="Seconds between SIGTERM and SIGKILL, 0 to 3600.")
     run_hours: float | None = Field(default=None, gt=0, le=87600, description="Longest run in hours, above 0, up to 87600; null: no limit.")
+
+
+class Success(Section):
+    """What must be so, beside that all ranks end with 0."""
+
+    steps: int | None = Field(default=None, ge=1, le=10**12, description="Step that every rank must have finished, 1 to 10^12; null: any.")
+    files: tuple[Annotated[str, StringConstraints(pattern=r"^[^\x00]+\z", max_length=1000)], ...] = Field(
+        default=(), strict=False, max_length=100,
+        description="At most 100 paths that must exist on some node at the end; relative ones count from the working directory.",
+    )  # fmt: skip
 
 
 class JobSpec(Section):
@@ -167,6 +180,7 @@ class JobSpec(Section):
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="Snapshots and checkpoints.")
     restart: Restart = Field(default_factory=Restart, description="Restart budgets.")
     timeouts: Timeouts = Field(default_factory=Timeouts, description="Limits of time.")
+    success: Success = Field(default_factory=Success, description="What a job must have reached to succeed.")
     priority: int = Field(default=50, ge=0, le=100, description="0 to 100; higher starts first.")
     labels: dict[LabelName, LabelValue] = Field(
         default_factory=dict, max_length=64,

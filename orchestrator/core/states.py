@@ -84,6 +84,8 @@ class Reason(StrEnum):
     CANCELLED = "Cancelled"
     COMPLETED = "Completed"
     USER_ERROR = "UserError"
+    INCOMPLETE = "Incomplete"  # all ranks ended with 0 before what `success` asks for was reached
+    NON_FINITE = "NonFinite"
     NO_PROGRESS = "NoProgress"
     BUDGET_SPENT = "BudgetSpent"
     NO_VALID_CHECKPOINT = "NoValidCheckpoint"

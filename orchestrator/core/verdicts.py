@@ -12,6 +12,7 @@ from orchestrator.core.decision import Decision
 from orchestrator.core.group_spec import HOUR
 from orchestrator.core.model import Attempt, Job
 from orchestrator.core.states import AttemptState, Desired, JobState, Reason
+from workers.budget import TABLE
 from workers.messages import Failure, FailureClass, Incident, Outcome
 
 # Kinds that restart.max_infrastructure pays for, here as in the coordinator.
@@ -46,6 +47,14 @@ def give_up(job: Job, attempt: Attempt, now: float) -> tuple[Reason, str] | None
         text = f"{job.stalled} attempts in a row were lost without a step gained (best step: {job.best_step})"
         return Reason.NO_PROGRESS, f"{text}; the last: {attempt.message}"
     return None
+
+
+def budgets(job: Job, now: float) -> dict[FailureClass, tuple[int, int]]:
+    """(used, limit) within the window, by the class that pays."""
+    since = now - job.spec.restart.window_hours * HOUR
+    payers = dict.fromkeys(price.paid_by for price in TABLE.values())
+    used = [TABLE[f.kind].paid_by for f in job.failures if f.at > since]
+    return {payer: (used.count(payer), TABLE[payer].budget(job.spec.restart)) for payer in payers}
 
 
 def _gained(job: Job, attempt: Attempt) -> bool:

@@ -19,6 +19,7 @@ ARGV = ["python", "show.py", "a b", "{'k':{'n':1}}", "", "--x=$HOME", "é\n", "*
 def test_submit_get_list_cancel(server: Running) -> None:
     job = server.submit(name="first", labels={"team": "vision"}, priority=70, resources={"nodes": 2, "processes_per_node": 3})
     assert (job["state"], job["reason"], job["world_size"], job["priority"]) == ("PENDING", "Submitted", 6, 70)
+    assert job["budgets"]["infrastructure"] == {"used": 0, "limit": 20}
     assert job["created_at"].endswith("Z")
     assert server.http.get(f"/api/v1/jobs/{job['id']}").json() == job
     assert server.http.get("/api/v1/jobs/first").json() == job

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from orchestrator.core.actions import Action, CreateGroup, EndGroup, JobStep, RemoveGroup
+from orchestrator.core.group_spec import group_spec
 from orchestrator.core.lifecycle import ABSENT_S, END_MARGIN_S, START_MARGIN_S, decide, place
 from orchestrator.core.model import Attempt, GroupView, Job
 from orchestrator.core.scheduling import Placement
 from orchestrator.core.states import AttemptState as A
 from orchestrator.core.states import Desired
 from orchestrator.core.states import JobState as S
+from orchestrator.core.verdicts import budgets
 from tests.core.make import ABSENT, NOW, ROOTS, SILENT, UNKNOWN, attempt, job, seen, spec
 from workers.messages import (
     CheckpointRecord,
@@ -293,3 +295,21 @@ def test_a_final_job_stays_as_it_is() -> None:
         assert not step.changed
         step = look(job(state), attempt(A.REMOVING), ABSENT, removed=True)
         assert (step.job.state, step.attempt and step.attempt.state) == (state, A.ENDED)
+
+
+def test_both_budgets_are_told_each_by_its_payer() -> None:
+    kinds = [FailureClass.USER, FailureClass.INFRASTRUCTURE, FailureClass.UNKNOWN, FailureClass.PREEMPTION, FailureClass.OUT_OF_MEMORY]
+    failures = tuple(Failure(NOW - 60, kind, "x", "x", 1) for kind in kinds) + (Failure(NOW - 90_000, FailureClass.USER, "x", "old", 1),)
+    told = budgets(job(failures=failures, spec=spec(restart={"max_user_errors": 2, "max_infrastructure": 9})), NOW)
+    assert told == {
+        FailureClass.USER: (1, 2),
+        FailureClass.OUT_OF_MEMORY: (1, 3),
+        FailureClass.DISK_FULL: (0, 3),
+        FailureClass.INFRASTRUCTURE: (3, 9),
+    }
+
+
+def test_what_success_asks_for_reaches_the_group() -> None:
+    asked = spec(success={"steps": 500, "files": ["out.pt"]}, restart={"stop_on_nan": True})
+    made = group_spec(job(attempt=1, spec=asked), attempt(), ROOTS)
+    assert (made.success_steps, made.success_files, made.stop_on_nan) == (500, ("out.pt",), True)

@@ -103,6 +103,8 @@ NONSENSE: list[tuple[str, str, Any]] = [
     ("timeouts", "hang_s", "never"),
     ("timeouts", "hang_s", 0),
     ("timeouts", "silence_s", 0),
+    ("success", "steps", 0),
+    ("success", "files", [""]),
     ("timeouts", "run_hours", -1),
     ("checkpoint", "keep_last", 1),
     ("checkpoint", "every_steps", 0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -137,6 +138,24 @@ def test_restore_once_and_first(shm: Path) -> None:
     late.step()
     with pytest.raises(StateError, match="before the first step"):
         late.restore()
+
+
+def test_metrics_that_are_not_finite_are_counted_on_the_board(shm: Path) -> None:
+    """The first step of each, and since when they persist: three reports in a row, whatever lies between them."""
+    run = rank(shm)
+    board = Board.open(shm / "board-0")
+    seen = []
+    for loss in (1.0, math.nan, 1.0, math.inf, None, 1e400, -math.inf, 2.0):
+        run.step(**({} if loss is None else {"loss": loss}))
+        seen.append(board.read().nonfinite_since)
+    assert seen == [0, 0, 0, 0, 0, 0, 4, 0]
+    assert board.read().nonfinite == {"loss": 2}
+
+
+@pytest.mark.parametrize("loss", ["nan", "1.5", b"1"])
+def test_a_metric_in_quotes_is_no_number(shm: Path, loss: Any) -> None:
+    with pytest.raises(ValueError, match="metric 'loss' is a (str|bytes); pass a number"):
+        rank(shm).step(loss=loss)
 
 
 def test_a_metric_that_is_no_number_is_named(shm: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 import subprocess
 import sys
@@ -111,12 +112,12 @@ def test_metrics_that_change_while_they_are_read_are_dropped(board: Board, monke
         return get(at)
 
     monkeypatch.setattr(board, "_get", slow)
-    assert board._read_metrics() == {}
+    assert board._read_metrics() == ({}, {})
 
 
 def test_too_many_metrics_are_refused_with_the_limit(board: Board) -> None:
     room = layout._METRICS_ROOM
-    overhead = len(json.dumps({"": 1.0}))
+    overhead = len(json.dumps([{"": 1.0}, {}]))
     board.metrics({"k" * (room - overhead): 1.0})
     assert list(board.read().metrics.values()) == [1.0]
     with pytest.raises(ValueError, match=f"metrics: {room + 1} bytes of JSON, the limit is {room}; report fewer values"):
@@ -164,3 +165,13 @@ def test_the_time_between_steps_leaves_announced_phases_out(board: Board) -> Non
     for step, at, phases_s in ((1, 1000.0, 0.0), (2, 1000.5, 0.0), (3, 1031.0, 30.0), (4, 1031.5, 0.0)):
         board.finish_step(step, at, phases_s)
     assert board.read().gaps == (0.5, 0.5, 0.5)
+
+
+def test_metrics_that_are_not_finite_are_told_with_their_first_step(board: Board) -> None:
+    board.metrics({"loss": float("nan"), "norm": float("inf")}, {"loss": 15, "norm": 16}, since=15)
+    seen = board.read()
+    assert math.isnan(seen.metrics["loss"])
+    assert seen.metrics["norm"] == math.inf
+    assert (seen.nonfinite, seen.nonfinite_since) == ({"loss": 15, "norm": 16}, 15)
+    board.metrics({"loss": 1.0}, {"loss": 15, "norm": 16})
+    assert (board.read().nonfinite, board.read().nonfinite_since) == ({"loss": 15, "norm": 16}, 0)

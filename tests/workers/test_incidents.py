@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.workers.make import NOW, ended, group, look, rank, ranks_seen, status
+from workers.failing import LAUNCH_S
 from workers.group import AgentSeen, Doing, Launch, StopRanks
 from workers.messages import RestoreOrder, Source
-from workers.restart import LAUNCH_S, decide
+from workers.restart import decide
 
 KILLED = ended(1, -9, NOW - 0.1)
 

@@ -26,9 +26,10 @@ from tests.workers.make import (
     status,
     with_memory,
 )
+from workers.failing import LAUNCH_S
 from workers.group import AGENT_LOST_S, AGENT_RETURN_S, AgentSeen, Doing, Group, Launch, ReadCatalog, Seen, Stage, StopRanks, new_group
 from workers.messages import FailureClass, Outcome, RestoreOrder, Source
-from workers.restart import LAUNCH_S, PLACING_S, decide
+from workers.restart import PLACING_S, decide
 
 SILENT = AgentSeen(1, None, NOW - 10)
 DIED = AgentSeen(1, status(1), NOW - 0.1, died=True)

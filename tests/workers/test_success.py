@@ -1,0 +1,119 @@
+"""Ends and metrics: what counts as success, what a grace left unsaved, metrics that are not finite, and how a relaunch is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.workers.make import END, NOW, ended, group, idle, look, rank, ranks_seen, recovery, said, silent, spec, status
+from workers.group import Doing, Seen
+from workers.messages import FailureClass, Outcome, RankPhase, RankReport
+from workers.restart import decide
+
+TRAINS = group(Doing.TRAINING, training=True, started_at=NOW - 15)
+LEFT_ALL = (ended(0), ended(1))
+
+
+@pytest.mark.parametrize(
+    ("asks", "steps", "missing", "reason", "said_of_it"),
+    [
+        pytest.param({"success_steps": 40}, (40, 40), None, "WritingFinalCheckpoint", "", id="all steps"),
+        pytest.param({"success_steps": 41}, (40, 41), None, "Incomplete", "rank 0 finished step 40 of success.steps = 41", id="short"),
+        pytest.param({"success_files": ("out.pt",)}, (40, 40), (None, ()), "LookingForFiles", "", id="a node has not looked"),
+        pytest.param({"success_files": ("out.pt",)}, (40, 40), (("out.pt",), ()), "WritingFinalCheckpoint", "", id="a file on one node"),
+        pytest.param(
+            {"success_files": ("out.pt", "b")},
+            (40, 40),
+            (("out.pt", "b"), ("out.pt",)),
+            "Incomplete",
+            "success.files lacks out.pt",
+            id="none",
+        ),
+    ],
+)
+def test_success_may_ask_for_more_than_exit_codes(
+    asks: dict[str, Any], steps: tuple[int, int], missing: Any, reason: str, said_of_it: str
+) -> None:
+    told = missing or (None, None)
+    seen = look(*(status(n, replace(LEFT_ALL[n], step=steps[n]), missing_files=told[n]) for n in (0, 1)))
+    decision = decide(replace(TRAINS, spec=spec(**asks)), seen, NOW)
+    assert decision.reason == reason
+    assert said_of_it in decision.group.message
+    if reason == "Incomplete":
+        incident = decision.group.incidents[-1]
+        assert (incident.cause, incident.kind, decision.group.outcome) == ("incomplete", FailureClass.USER, Outcome.FAILED)
+
+
+def test_a_resumed_rank_that_had_nothing_left_to_do_is_complete() -> None:
+    before = replace(TRAINS, spec=spec(success_steps=40))
+    seen = ranks_seen(*(replace(r, step=None, restored=40) for r in LEFT_ALL))
+    assert decide(before, seen, NOW).reason == "WritingFinalCheckpoint"
+
+
+@pytest.mark.parametrize(("best_step", "asks", "warned"), [(None, {}, True), (40, {}, False), (None, {"success_files": ("x",)}, False)])
+def test_an_end_without_any_sign_of_progress_is_told(best_step: int | None, asks: dict[str, Any], warned: bool) -> None:
+    before = group(Doing.FINISHING, best_step=best_step, attached=best_step is not None, given=spec(**asks))
+    after = decide(before, idle(final_saved=True), NOW)
+    assert after.group.outcome == Outcome.SUCCEEDED
+    assert ("FinishedWithoutProgress" in said(after)) is warned
+
+
+NAN = rank(1, nonfinite=(("loss", 38),), nonfinite_since=38)
+
+
+def test_a_metric_that_is_not_finite_is_told_once_a_generation() -> None:
+    first = decide(TRAINS, ranks_seen(rank(0, nonfinite=(("loss", 39),)), NAN), NOW)
+    assert said(first).count("NonFinite") == 1
+    again = decide(first.group, ranks_seen(rank(0), replace(NAN, nonfinite=(("loss", 38), ("norm", 40)))), NOW)
+    assert [e.message for e in again.group.events if e.reason == "NonFinite"] == [
+        "metric loss of rank 0 is NaN or infinite, first at step 39",
+        "metric norm of rank 1 is NaN or infinite, first at step 40",
+    ]
+    assert again.reason == "Training"
+
+
+@pytest.mark.parametrize(
+    ("seen", "reason"),
+    [
+        (ranks_seen(rank(0), NAN), "NonFinite"),
+        (ranks_seen(rank(0), replace(NAN, nonfinite_since=None)), "Training"),
+    ],
+)
+def test_a_job_may_stop_on_metrics_that_stay_non_finite(seen: Seen, reason: str) -> None:
+    decision = decide(replace(TRAINS, spec=spec(stop_on_nan=True)), seen, NOW)
+    assert decision.reason == reason
+    if reason == "NonFinite":
+        incident = decision.group.incidents[-1]
+        assert (incident.cause, incident.kind, incident.blamed_rank) == ("non_finite", FailureClass.USER, 1)
+        assert "rank 1 reports loss as NaN or infinite since step 38" in incident.message
+
+
+DONE = {"phase": RankPhase.DONE}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "unsaved"),
+    [
+        pytest.param((ended(0, ours=True, **DONE), ended(1, ours=True, **DONE)), None, id="both left by themselves"),
+        pytest.param((ended(0, ours=True, **DONE), rank(1, ours=True, phase=RankPhase.EVAL)), "ranks 1", id="one is in an eval"),
+        pytest.param((rank(0, ours=True), ended(1, -15, ours=True)), "ranks 0, 1", id="one deaf, one ended by the signal"),
+        pytest.param((silent(0, ours=True), ended(1, ours=True, attached=False)), "ranks 0", id="without steps"),
+    ],
+)
+def test_a_grace_without_a_save_is_told(ranks: tuple[RankReport, ...], unsaved: str | None) -> None:
+    before = group(Doing.ENDING, NOW - 31, end=END, attached=ranks[0].attached)
+    after = decide(before, ranks_seen(*ranks), NOW)
+    told = [e.message for e in after.group.events if e.reason == "NoSaveWithinGrace"]
+    assert after.group.outcome == Outcome.STOPPED
+    assert bool(told) is (unsaved is not None)
+    if unsaved is not None:
+        assert told[0].startswith(f"{unsaved} did not end by themselves")
+
+
+def test_a_script_without_steps_is_relaunched_not_recovered() -> None:
+    before = group(Doing.TRAINING, attached=False, recovery=recovery(last_step=None))
+    after = decide(before, ranks_seen(silent(0, started_at=NOW - 0.5), silent(1, started_at=NOW - 0.5)), NOW)
+    (event,) = [e for e in after.group.events if e.reason == "Recovered"]
+    assert "relaunched in 0.500 s; the script reports no steps" in event.message
