@@ -299,7 +299,7 @@ def test_a_final_job_stays_as_it_is() -> None:
 
 def test_both_budgets_are_told_each_by_its_payer() -> None:
     kinds = [FailureClass.USER, FailureClass.INFRASTRUCTURE, FailureClass.UNKNOWN, FailureClass.PREEMPTION, FailureClass.OUT_OF_MEMORY]
-    failures = tuple(Failure(NOW - 60, kind, "x", "x", 1) for kind in kinds) + (Failure(NOW - 90_000, FailureClass.USER, "x", "old", 1),)
+    failures = (*(Failure(NOW - 60, k, "x", "x", 1) for k in kinds), Failure(NOW - 90_000, FailureClass.USER, "x", "old", 1))
     told = budgets(job(failures=failures, spec=spec(restart={"max_user_errors": 2, "max_infrastructure": 9})), NOW)
     assert told == {
         FailureClass.USER: (1, 2),

@@ -104,7 +104,7 @@ NONSENSE: list[tuple[str, str, Any]] = [
     ("timeouts", "hang_s", 0),
     ("timeouts", "silence_s", 0),
     ("success", "steps", 0),
-    ("success", "files", [""]),
+    ("success", "files", "out.pt"),
     ("timeouts", "run_hours", -1),
     ("checkpoint", "keep_last", 1),
     ("checkpoint", "every_steps", 0),

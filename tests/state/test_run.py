@@ -154,7 +154,7 @@ def test_metrics_that_are_not_finite_are_counted_on_the_board(shm: Path) -> None
 
 @pytest.mark.parametrize("loss", ["nan", "1.5", b"1"])
 def test_a_metric_in_quotes_is_no_number(shm: Path, loss: Any) -> None:
-    with pytest.raises(ValueError, match="metric 'loss' is a (str|bytes); pass a number"):
+    with pytest.raises(ValueError, match=r"metric 'loss' is a (str|bytes); pass a number"):
         rank(shm).step(loss=loss)
 
 
