@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from workers.messages import ErrorReport, GroupSpec, LaunchOrder, RankReport, Ra
 from workers.ports import ReservedPort
 from workers.processes import end_group, os_state
 from workers.rank import parse_python
+from workers.reports import from_board, urgent
 from workers.signs import Signs
 from workers.workdir import local_path, saved_folder
 
@@ -340,13 +340,13 @@ class Ranks:
 
     def read_boards(self) -> None:
         """Bring the reports up to date; calls ``changed`` for what cannot wait for the next beat."""
-        before = [_urgent(r.report) for r in self._ranks.values()]
+        before = [urgent(r.report) for r in self._ranks.values()]
         for number, rank in self._ranks.items():
             if rank.report.ended_at is None:
                 self._read_board(rank)
                 if rank.report.pid is not None:
                     rank.signs.look(rank.report.pid, self._pump.progress(number), self.spec.silence_s is not None)
-        if before != [_urgent(r.report) for r in self._ranks.values()]:
+        if before != [urgent(r.report) for r in self._ranks.values()]:
             self._changed()
 
     def request_checkpoint(self, step: int) -> None:
@@ -365,29 +365,12 @@ class Ranks:
         if seen.generation != report.generation:
             rank.board = None
             return
-        new = [at for step, at in seen.steps if step >= rank.await_step]
         rank.signs.show((seen.generation, seen.step, seen.phase, seen.phase_at, seen.restored_at, seen.attached, seen.failed_at))
         failed_now = seen.failed_at is not None and report.failed_at is None
         rank.report = replace(
-            report,
-            state=RankState.RUNNING if seen.step and report.state == RankState.LAUNCHED else report.state,
-            phase=seen.phase,
-            phase_at=seen.phase_at,
-            step=seen.step or None,
-            step_at=seen.step_at,
-            step_seconds=statistics.median(seen.gaps) if seen.gaps else None,
-            step_p99=max(seen.gaps) if seen.gaps else None,
-            started_at=seen.started_at,
-            restored=seen.restored if seen.restored_at else None,
-            restored_at=seen.restored_at,
-            first_step_at=seen.first_step_at,
-            new_step_at=report.new_step_at or (min(new) if new else None),
-            failed_at=seen.failed_at,
+            from_board(report, seen, rank.await_step),
             error=self._error(report.rank) if seen.failed_at else report.error,
             disk_full=full(self._folders) if failed_now else report.disk_full,
-            attached=seen.attached,
-            nonfinite=tuple(seen.nonfinite.items()),
-            nonfinite_since=seen.nonfinite_since or None,
             os_state=os_state(report.pid) if report.pid and report.ended_at is None else None,
         )
 
@@ -407,7 +390,3 @@ class Ranks:
         for number in self.numbers:
             self._pump.close(number)
         return left
-
-
-def _urgent(report: RankReport) -> tuple[object, ...]:
-    return (report.attached, report.first_step_at, report.new_step_at, report.failed_at, report.phase, report.restored_at, report.nonfinite)
