@@ -14,17 +14,20 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from types import FrameType, SimpleNamespace
 from typing import Any, Protocol
 
 from workers.agreement import LAG, Agreement, Store
 from workers.board import Board
 from workers.checkpoint.cadence import Cadence, decision_at
+from workers.checkpoint.elastic import CONSENT, adapt
 from workers.checkpoint.reader import Restored, read_snapshot, read_staged
 from workers.checkpoint.snapshot import SnapshotWriter
 from workers.checkpoint.tree import StateError, StateGone
 from workers.environment import Environment, read_environment
+from workers.frameworks.plain import is_generator
 from workers.messages import RankPhase, Source
 
 _RESERVED = ("step", "source")
@@ -41,6 +44,7 @@ class Framework(Protocol):
     def begin(self, parts: dict[str, Any]) -> None: ...
     def capture(self, parts: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]: ...
     def apply(self, parts: dict[str, Any], shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]: ...
+    def derive(self, names: Collection[str], parts: dict[str, Any], rank: int) -> None: ...
     def adrift(self, parts: dict[str, Any]) -> bool: ...
     def close(self) -> None: ...
 
@@ -63,6 +67,7 @@ class Run:
         self._agreement = Agreement(framework.store, place.rank, place.world_size)
         self._cadence = Cadence(environment.snapshot_every)
         self._parts: dict[str, Any] | None = None
+        self._elastic = False
         self._counters: list[Any] = []  # parts that want to know of each finished step
         self._writer: SnapshotWriter | None = None
         self._phase = RankPhase.START
@@ -89,17 +94,20 @@ class Run:
 
     # -- state
 
-    def restore(self, **parts: Any) -> SimpleNamespace:
+    def restore(self, *, elastic: bool = False, **parts: Any) -> SimpleNamespace:
         """Name the parts of the training state and put the freshest valid state into them, bit for bit.
 
         A part is anything with ``state_dict``/``load_state_dict``, a Keras model, a random generator, or a tree of arrays (returned, as it
         cannot be changed in place: pass the new one to ``step`` each time). Call it once, after everything is made and before the first
-        step. Returns an object with ``step`` (0: nothing was restored), ``source`` and one attribute per part. Raises StateError.
+        step. Returns an object with ``step`` (0: nothing was restored), ``source`` and one attribute per part. ``elastic`` agrees that
+        another number of ranks takes over what this one saves, and the other way round. Raises StateError.
         """
         if self._parts is not None:
             raise StateError("restore: called twice; name all parts in one call")
         if self.steps:
             raise StateError(f"restore: {self.steps} steps are finished already; call it before the first step")
+        if not isinstance(elastic, bool):
+            raise StateError("restore: elastic is a choice, True or False; choose another name for the part")
         clash = sorted(set(parts) & set(_RESERVED))
         if clash:
             raise StateError(f"restore: a part cannot be named {clash[0]!r}; choose another name")
@@ -111,10 +119,14 @@ class Run:
                     state = self._read(begin.staged)
                 except (StateError, OSError) as error:
                     raise StateGone(f"restore: the state of step {begin.step} cannot be read: {error}") from error
+                derive: tuple[str, ...] = ()
+                if state.ranks:
+                    state, derive = self._adapted(state, parts, elastic)
                 _check_parts(parts, state)
                 parts = self._framework.apply(parts, state.shared, state.own)
+                self._framework.derive(derive, parts, self.rank)
                 self.steps, source = state.step, Source(begin.source)
-            self._parts = parts
+            self._parts, self._elastic = parts, elastic
             self._counters = [part for part in (self._framework, *parts.values()) if hasattr(part, "step_finished")]
             if self._environment.shm:
                 self._writer = SnapshotWriter(self._environment.shm, self._environment.place, self.steps)
@@ -128,10 +140,28 @@ class Run:
         assert environment.shm is not None
         assert environment.restore is not None
         if staged is not None:
-            return read_staged(environment.shm / staged, self.rank)
+            return read_staged(environment.shm / staged, self.rank, self.world_size)
         first = self.rank - self.local_rank
         local_ranks = range(first, first + environment.place.local_world_size)
         return read_snapshot(environment.shm, self.rank, local_ranks, environment.restore.step)
+
+    def _adapted(self, state: Restored, parts: dict[str, Any], elastic: bool) -> tuple[Restored, tuple[str, ...]]:
+        """(the state for this rank, random generators to derive) where another number of ranks saved it."""
+        before = len(state.ranks)
+        if not elastic:
+            raise StateError(
+                f"restore: {before} ranks saved the state of step {state.step} and this group has {self.world_size}; "
+                f"run it with {before} ranks, or say run.restore(..., elastic=True)"
+            )
+        try:
+            adapted = adapt(state.ranks, self.rank, [name for name, part in parts.items() if is_generator(part)])
+        except StateError as error:
+            raise StateError(f"restore: step {state.step}, {before} ranks to {self.world_size}: {error}") from error
+        if self.rank == min(before, self.world_size - 1):  # the first that may have something to derive
+            names = ", ".join(sorted(adapted.derive))
+            told = f"random generators of ranks from {before} on are derived: {names}" if names else "nothing is derived"
+            print(f"keepstep: step {state.step} of {before} ranks goes on with {self.world_size}; {told}", flush=True)
+        return replace(state, own=adapted.own, ranks=()), adapted.derive
 
     # -- steps
 
@@ -199,6 +229,8 @@ class Run:
         begun = time.perf_counter()
         try:
             shared, own = self._framework.capture(self._parts)
+            if self._elastic:
+                own[CONSENT] = True
             written = self._writer.write(self.steps, shared, own, pin)
         except OSError as error:
             self._writer = None

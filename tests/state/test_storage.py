@@ -64,7 +64,7 @@ def check_staged(shm: Path, url: str, step: int) -> None:
     for folder, ranks in nodes(shm):
         assert stage(url, folder, "staged", ranks, WORLD) is None
         for rank in ranks:
-            found = read_staged(folder / "staged", rank)
+            found = read_staged(folder / "staged", rank, WORLD)
             assert found.step == step
             assert found.shared["lr"] == step / 10
             for name, value in shared(step)["model"].items():
@@ -179,7 +179,8 @@ def test_damage_is_found_and_the_previous_one_taken(shm: Path, tmp_path: Path, d
 
 def test_other_world_size_is_refused_with_both_numbers(shm: Path, tmp_path: Path) -> None:
     ref = save(shm, str(tmp_path), 100)
-    assert stage(ref, shm / "node0", "staged", [0], 3) == f"it was written by {WORLD} ranks and this group has 3; run it with {WORLD} ranks"
+    problem = stage(ref, shm / "node0", "staged", [0], 3) or ""
+    assert problem.startswith(f"it was written by {WORLD} ranks and this group has 3; run it with {WORLD} ranks, or let its script say")
 
 
 def test_newer_format_is_refused(shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

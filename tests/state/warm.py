@@ -65,7 +65,7 @@ class Warm:
                 codes[message["rank"]] = message["code"]
                 if message["code"] < 0 and len(codes) < world_size and expected[message["rank"]] < 0:
                     self.link.send(json.dumps({"op": "kill", "generation": self.generation}).encode())
-        texts = [self._log(rank).read_text() for rank in range(world_size)]
+        texts = [self.text(rank) for rank in range(world_size)]
         assert [codes[rank] for rank in range(world_size)] == list(expected), "\n".join(text[-3000:] for text in texts)
         return [lines(text) for text in texts]
 
@@ -75,6 +75,10 @@ class Warm:
         order = {"op": "rank", "rank": rank, "generation": self.generation, "env": env}
         socket.send_fds(self.link, [json.dumps(order).encode()], [log])
         os.close(log)
+
+    def text(self, rank: int) -> str:
+        """All that a rank of the last run printed."""
+        return self._log(rank).read_text()
 
     def _log(self, rank: int) -> Path:
         return self.home / f"log-{rank}"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import xxhash
 
+from workers.checkpoint.elastic import consents
 from workers.checkpoint.format import (
     COMMITTED,
     FOLDER,
@@ -94,15 +95,19 @@ def files_of(url: str) -> list[FileEntry]:
 
 
 def stage(url: str, shm: Path, name: str, ranks: Sequence[int], world_size: int) -> str | None:
-    """Copy what ``ranks`` need to ``shm/name``, verified on the way. None when it is there, else the problem as a sentence."""
+    """Copy what ``ranks`` need to ``shm/name``, verified on the way; all of it where another number of ranks wrote it. None when it is
+    there, else the problem as a sentence."""
     target, fresh = shm / name, shm / f".{name}.{os.getpid()}"
     with _Problem() as problem:
         folder = open_folder(url)
         manifest = _manifest(folder)
         if manifest.world_size != world_size:
-            raise StateError(
-                f"it was written by {manifest.world_size} ranks and this group has {world_size}; run it with {manifest.world_size} ranks"
-            )
+            if not consents(manifest.own.values()):
+                raise StateError(
+                    f"it was written by {manifest.world_size} ranks and this group has {world_size}; "
+                    f"run it with {manifest.world_size} ranks, or let its script say run.restore(..., elastic=True)"
+                )
+            ranks = range(manifest.world_size)
         wanted = set(manifest.where.values()) | {rank_file(rank) for rank in ranks}
         files = [file for file in manifest.files if file.name in wanted]
         needed, free = sum(file.bytes for file in files), shutil.disk_usage(shm).free

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import struct
 import sys
+from collections.abc import Collection
 from typing import Any
 
 from workers.agreement import Store
@@ -35,6 +36,11 @@ class Plain:
         loaded = {name: load_into(part, own["parts"][name]) for name, part in parts.items()}
         set_random_state(own["random"])
         return loaded
+
+    def derive(self, names: Collection[str], parts: dict[str, Any], rank: int) -> None:
+        """Make the random generators ``names``, global ones or parts, those of ``rank``: from what they draw now and its number."""
+        derive_random(names, rank)
+        derive_generators(names, parts, rank)
 
     def adrift(self, parts: dict[str, Any]) -> bool:
         """Of steps that no rank waits for we know nothing."""
@@ -70,6 +76,42 @@ def load_into(part: Any, state: Any) -> Any:
     else:
         return state
     return part
+
+
+def is_generator(part: Any) -> bool:
+    """Of random numbers."""
+    return isinstance(part, random.Random) or hasattr(part, "bit_generator") or (hasattr(part, "get_state") and hasattr(part, "set_state"))
+
+
+def seed_from(drawn: int, rank: int) -> int:
+    """63 bits."""
+    import numpy as np
+
+    return int(np.random.SeedSequence([drawn, rank]).generate_state(1, np.uint64)[0]) >> 1
+
+
+def derive_random(names: Collection[str], rank: int) -> None:
+    """Python's and NumPy's global generators."""
+    if "python" in names:
+        random.seed(seed_from(random.getrandbits(62), rank))
+    if "numpy" in names:
+        import numpy as np
+
+        np.random.seed(seed_from(int(np.random.randint(2**31)), rank) & 0xFFFFFFFF)
+
+
+def derive_generators(names: Collection[str], parts: dict[str, Any], rank: int) -> None:
+    for name in parts.keys() & names:
+        part = parts[name]
+        if isinstance(part, random.Random):
+            part.seed(seed_from(part.getrandbits(62), rank))
+        elif hasattr(part, "bit_generator"):
+            part.bit_generator.state = type(part.bit_generator)(seed_from(int(part.integers(2**62)), rank)).state
+        elif hasattr(part, "manual_seed"):
+            drawn = sys.modules["torch"].randint(2**62, (1,), generator=part, device=part.device)
+            part.manual_seed(seed_from(int(drawn), rank))
+        else:
+            part.seed(seed_from(int(part.randint(2**31)), rank) & 0xFFFFFFFF)
 
 
 def refuse(name: str, part: Any) -> None:

@@ -6,6 +6,7 @@ a mirrored job, so everything is the rank's own. Metric variables are left out: 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import tensorflow as tf
 
 from workers.agreement import Store
 from workers.checkpoint.tree import StateError
-from workers.frameworks.plain import load_into, random_state, refuse, set_random_state, state_of
+from workers.frameworks.plain import derive_generators, derive_random, load_into, random_state, refuse, set_random_state, state_of
 
 
 class TensorFlow:
@@ -47,6 +48,10 @@ class TensorFlow:
                 loaded[name] = load_into(part, state)
         set_random_state(own["random"])
         return loaded
+
+    def derive(self, names: Collection[str], parts: dict[str, Any], rank: int) -> None:
+        derive_random(names, rank)
+        derive_generators(names, parts, rank)
 
     def adrift(self, parts: dict[str, Any]) -> bool:
         """Replicas are always together."""

@@ -8,10 +8,12 @@ schedulers, data, random generators. Alone, a group of one is made, so that ``Di
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -19,8 +21,29 @@ from workers.agreement import Store
 from workers.checkpoint.snapshot import Place
 from workers.checkpoint.tree import StateError
 from workers.frameworks.buckets import BucketOrder, bucket_orders
-from workers.frameworks.plain import load_into, random_state, refuse, set_random_state, state_of
-from workers.frameworks.windows import Windows, adrift, parameters, reopen
+from workers.frameworks.plain import (
+    derive_generators,
+    derive_random,
+    load_into,
+    random_state,
+    refuse,
+    seed_from,
+    set_random_state,
+    state_of,
+)
+from workers.frameworks.sharded import (
+    fit_module,
+    fit_optimizer,
+    holds_shards,
+    is_zero,
+    load_zero,
+    node_of,
+    optimizer_nodes,
+    parameters,
+    refuse_unsharded,
+    zero_state,
+)
+from workers.frameworks.windows import Windows, adrift, reopen
 
 
 class Torch:
@@ -39,6 +62,8 @@ class Torch:
         # Found at the first capture; a parameter that is added later counts as the rank's own, which is always right.
         self._equal: dict[str, frozenset[str]] | None = None
         self._replicated: set[int] = set()
+        self._sharded: set[str] = set()
+        self._lead: list[str] = []
         self._windows = Windows()
         self._orders: dict[str, BucketOrder] = {}
         if not dist.is_initialized():
@@ -58,22 +83,32 @@ class Torch:
     def begin(self, parts: dict[str, Any]) -> None:
         for name, part in parts.items():
             refuse(name, part)
+            refuse_unsharded(name, part)
         self._orders = bucket_orders(parts)
 
     def capture(self, parts: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """(state equal on all ranks, state of this rank). Tensors are the live ones, not copies."""
         if self._equal is None:
             self._equal = {name: self._equal_names(part) for name, part in parts.items() if isinstance(part, torch.nn.Module)}
-            self._replicated = {id(p) for name in self._equal if self._equal[name] for p in parts[name].parameters()}
+            modules = [parts[name] for name in self._equal if self._equal[name]]
+            self._replicated = {id(p) for module in modules for p in module.parameters() if self._alone or not isinstance(p, DTensor)}
+            self._sharded = {name for name, part in parts.items() if holds_shards(part)}
+            self._lead = [] if self._alone else [name for name, part in parts.items() if _copies_buffers(part)]
         shared, own = {}, {}
         for name, part in parts.items():
             if isinstance(part, torch.nn.Module):
                 state = module_state(unwrap(part))
+                if name in self._sharded:
+                    state = {key: node_of(value) for key, value in state.items()}
                 equal = self._equal.get(name, frozenset())
                 shared[name] = {key: value for key, value in state.items() if key in equal}
                 own[name] = {key: value for key, value in state.items() if key not in equal}
-            elif isinstance(part, torch.optim.Optimizer) and (self._alone or {id(p) for p in parameters(part)} <= self._replicated):
-                shared[name] = part.state_dict()
+            elif is_zero(part):
+                own[name] = zero_state(part)
+            elif isinstance(part, torch.optim.Optimizer):
+                state = optimizer_nodes(part.state_dict()) if name in self._sharded else part.state_dict()
+                equal_params = self._alone or {id(p) for p in parameters(part)} <= self._replicated
+                (shared if equal_params else own)[name] = state
             else:
                 own[name] = state_of(part)
         rest: dict[str, Any] = {"parts": own, "random": self._random_state()}
@@ -81,6 +116,8 @@ class Torch:
             rest["window"] = window
         if orders := {name: order.known for name, order in self._orders.items() if order.known is not None}:
             rest["buckets"] = orders
+        if self._lead:
+            rest["lead"] = self._lead
         return shared, rest
 
     def apply(self, parts: dict[str, Any], shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -89,14 +126,17 @@ class Torch:
         for name, part in parts.items():
             try:
                 if isinstance(part, torch.nn.Module):
-                    unwrap(part).load_state_dict(shared.get(name, {}) | own["parts"].get(name, {}))
+                    inner = unwrap(part)
+                    state = shared.get(name, {}) | own["parts"].get(name, {})
+                    inner.load_state_dict(fit_module(state, inner.state_dict()))
                     loaded[name] = part
                 else:
                     loaded[name] = load(part, shared[name] if name in shared else own["parts"][name])
-            except (RuntimeError, ValueError, KeyError) as error:
+            except (StateError, RuntimeError, ValueError, KeyError) as error:
                 raise StateError(f"the saved state does not fit into {name}: {error}") from error
         for name, order in own.get("buckets", {}).items():
-            self._orders[name].replay(order)
+            if name in self._orders:
+                self._orders[name].replay(order)
         if "window" in own:
             reopen(parts, own["window"])
         self._set_random_state(own["random"])
@@ -106,6 +146,14 @@ class Torch:
         self._windows.step_finished()
         for order in self._orders.values():
             order.step_finished()
+
+    def derive(self, names: Collection[str], parts: dict[str, Any], rank: int) -> None:
+        derive_random(names, rank)
+        if "torch" in names:
+            torch.default_generator.manual_seed(seed_from(int(torch.randint(2**62, (1,))), rank))
+        if "cuda" in names and self.device.type == "cuda":
+            torch.cuda.manual_seed(seed_from(int(torch.randint(2**62, (1,), device=self.device)), rank))
+        derive_generators(names, parts, rank)
 
     def adrift(self, parts: dict[str, Any]) -> bool:
         """The ranks may be several steps apart now."""
@@ -118,7 +166,8 @@ class Torch:
     def _equal_names(self, module: torch.nn.Module) -> frozenset[str]:
         if not self._alone and not isinstance(_uncompiled(module), DistributedDataParallel):
             return frozenset()
-        return frozenset(name for name, _ in unwrap(module).named_parameters(remove_duplicate=False))
+        named = unwrap(module).named_parameters(remove_duplicate=False)
+        return frozenset(name for name, param in named if self._alone or not isinstance(param, DTensor))
 
     def _random_state(self) -> dict[str, Any]:
         state = random_state() | {"torch": torch.get_rng_state()}
@@ -167,6 +216,12 @@ _SAVE_TO_STATE_DICT = torch.nn.Module._save_to_state_dict
 _GET_EXTRA_STATE = torch.nn.Module.get_extra_state
 
 
+def _copies_buffers(part: Any) -> bool:
+    """All ranks take rank 0's buffers before each forward pass."""
+    ddp = _uncompiled(part)
+    return isinstance(ddp, DistributedDataParallel) and ddp.broadcast_buffers
+
+
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     """The module inside of DDP and torch.compile, whose names do not depend on either."""
     inner = _uncompiled(module)
@@ -175,17 +230,22 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     return inner
 
 
-def _uncompiled(module: torch.nn.Module) -> torch.nn.Module:
-    inner: torch.nn.Module = getattr(module, "_orig_mod", module)
-    return inner
+def _uncompiled(module: Any) -> Any:
+    return getattr(module, "_orig_mod", module)
 
 
 def load(part: Any, state: Any) -> Any:
-    """As plain.load_into, in every bit."""
-    loaded = load_into(part, state)
+    """As plain.load_into, in every bit, and shards cut anew where they must."""
+    if is_zero(part):
+        _keep_types(part.optim, load_zero(part, state))
+        return part
     if isinstance(part, torch.optim.Optimizer):
+        state = fit_optimizer(part, state)
+        part.load_state_dict(state)
         _keep_types(part, state)
-    elif isinstance(part, DataLoader):
+        return part
+    loaded = load_into(part, state)
+    if isinstance(part, DataLoader):
         part.state_dict()  # makes its iterator now: later it would draw from the generators that are restored last
     return loaded
 

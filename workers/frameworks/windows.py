@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from workers.checkpoint.tree import StateError
+from workers.frameworks.sharded import fit, node_of, parameters
 
 
 class Windows:
@@ -37,11 +37,11 @@ class Windows:
         gradients = {name: found for name, part in parts.items() if isinstance(part, Optimizer) and (found := self._unused(part))}
         return {"gradients": gradients, "unsynced": unsynced} if gradients or unsynced else {}
 
-    def _unused(self, optimizer: Optimizer) -> dict[int, torch.Tensor]:
+    def _unused(self, optimizer: Optimizer) -> dict[int, Any]:
         if id(optimizer) in self._stepped:
             return {}
         used = {id(p) for stepped in self._stepped.values() for p in parameters(stepped)}  # one that wraps another steps inside
-        return {i: p.grad for i, p in enumerate(parameters(optimizer)) if p.grad is not None and id(p) not in used}
+        return {i: node_of(p.grad) for i, p in enumerate(parameters(optimizer)) if p.grad is not None and id(p) not in used}
 
 
 def adrift(parts: dict[str, Any]) -> bool:
@@ -56,14 +56,10 @@ def reopen(parts: dict[str, Any], saved: dict[str, Any]) -> None:
     for name, gradients in saved["gradients"].items():
         places = parameters(parts[name])
         for place, gradient in gradients.items():
-            if place >= len(places) or places[place].shape != gradient.shape:
+            fitted = fit(f"gradient {place}", gradient, places[place]) if place < len(places) else None
+            if fitted is None or fitted.shape != places[place].shape:
                 raise StateError(f"the saved gradients do not fit into {name}: parameter {place} is missing or has another shape")
-            places[place].grad = torch.empty_like(places[place], dtype=gradient.dtype).copy_(gradient)
-
-
-def parameters(optimizer: Any) -> list[torch.Tensor]:
-    """In the order of its state_dict."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
+            places[place].grad = fitted.to(places[place].device)
 
 
 def _unsynced(ddp: DistributedDataParallel) -> bool:
