@@ -84,7 +84,7 @@ def try_restore(shm: Path, url: str, step: int, ranks: Sequence[int], world_size
         problem = stage(url, shm, STAGED, ranks, world_size)
         if problem is None:
             for rank in ranks:
-                restored = read_staged(shm / STAGED, rank)
+                restored = read_staged(shm / STAGED, rank, world_size)
                 compared = _compare(shm, rank, ranks, restored, step)
                 _set_random(restored)
     except Exception as error:  # whatever it is, a restart would meet it too
