@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from workers.group import Group, Seen
-from workers.messages import Fetch
+from workers.messages import Fetch, RestoreOrder, Source
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,14 @@ def newest_in_memory(group: Group, seen: Seen) -> int | None:
     if len(held) < group.spec.world_size:
         return None
     return max(set.intersection(*held.values()), default=None)
+
+
+def without_storage(group: Group, seen: Seen) -> RestoreOrder | None:
+    """The newest state that the nodes have, or can make whole together."""
+    peers, memory = from_peers(group, seen), newest_in_memory(group, seen)
+    if peers is not None:
+        return RestoreOrder(Source.PEER, peers.step)
+    return RestoreOrder(Source.MEMORY, memory) if memory is not None else None
 
 
 def whole_in_memory(group: Group, seen: Seen, step: int) -> bool:

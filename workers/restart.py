@@ -32,7 +32,7 @@ from workers.group import (
 )
 from workers.hangs import judge_hang
 from workers.incidents import close_all, new_incident
-from workers.locating import FromPeers, from_peers, newest_in_memory, whole_in_memory
+from workers.locating import from_peers, whole_in_memory, without_storage
 from workers.messages import CheckpointFound, FailureClass, Outcome, RankReport, RestoreOrder, Source
 from workers.verdict import Verdict, failed, judge, judge_metrics, judge_success, only_secondary, secondary
 from workers.watching import Silence, settled, silence, training_since
@@ -103,20 +103,19 @@ def _locate(group: Group, seen: Seen, now: float) -> Decision:
         return decide(group.go(Doing.WARMING, now), seen, now)
     if not all(a.status and a.status.stopped for a in seen.agents):
         return Decision(group, (StopRanks(group.generation),), "StoppingRanks", now + REPEAT_S)
-    memory, peers = newest_in_memory(group, seen), from_peers(group, seen)
-    newest = peers.step if peers is not None else memory
-    if newest is not None and newest >= (group.checkpoint_step or 0):
-        return _without_storage(group, seen, now, newest, peers)
+    newest = without_storage(group, seen)
+    if newest is not None and newest.step >= (group.checkpoint_step or 0):
+        return _take(group, seen, now, newest)
     if seen.refused is not None:
         return close_group(group, now, Outcome.FAILED, "StorageRefused", seen.refused)
     if seen.catalog is None:
         if now - group.since > LAUNCH_S:
-            return lose_group(group, now, "StorageUnavailable", f"storage cannot be read: {seen.catalog_problem or 'no answer'}")
+            return _storage_away(group, seen, now, f"storage cannot be read: {seen.catalog_problem or 'no answer'}")
         return Decision(group, (ReadCatalog(),), "ReadingCatalog", now + REPEAT_S)
     bad = {c.url for c in group.excluded}
     usable = [c for c in seen.catalog if c.problem is None and c.url not in bad]
-    if newest is not None and not any(c.step > newest for c in usable):
-        return _without_storage(group, seen, now, newest, peers)
+    if newest is not None and not any(c.step > newest.step for c in usable):
+        return _take(group, seen, now, newest)
     if usable:
         taken = usable[0]
         skipped = [c for c in seen.catalog[: seen.catalog.index(taken)] if c.url not in bad]
@@ -135,10 +134,19 @@ def _locate(group: Group, seen: Seen, now: float) -> Decision:
     return _launch_from(group, seen, now, RestoreOrder(Source.NONE, 0))
 
 
-def _without_storage(group: Group, seen: Seen, now: float, step: int, peers: FromPeers | None) -> Decision:
-    if peers is None:
-        return _launch_from(group, seen, now, RestoreOrder(Source.MEMORY, step))
-    return decide(replace(group.go(Doing.FETCHING, now), restore=RestoreOrder(Source.PEER, step)), seen, now)
+def _storage_away(group: Group, seen: Seen, now: float, why: str) -> Decision:
+    """Memory may hold an older state; another attempt would need storage too."""
+    newest = without_storage(group, seen)
+    if newest is None:
+        return lose_group(group, now, "StorageUnavailable", why)
+    group = group.say(now, "StorageUnavailable", f"{why}; step {newest.step} from the nodes' memory is taken instead")
+    return _take(group, seen, now, newest)
+
+
+def _take(group: Group, seen: Seen, now: float, newest: RestoreOrder) -> Decision:
+    if newest.source == Source.MEMORY:
+        return _launch_from(group, seen, now, newest)
+    return decide(replace(group.go(Doing.FETCHING, now), restore=newest), seen, now)
 
 
 def _fetch(group: Group, seen: Seen, now: float) -> Decision:
@@ -187,7 +195,7 @@ def _stage(group: Group, seen: Seen, now: float) -> Decision:
     if len(answers) == len(seen.agents):
         return _launch_from(group, seen, now, restore)
     if now - group.since > group.spec.start_s:
-        return lose_group(group, now, "StorageUnavailable", f"{url} was not read within start_s = {group.spec.start_s:.0f} s")
+        return _storage_away(group, seen, now, f"{url} was not read within start_s = {group.spec.start_s:.0f} s")
     return Decision(group, (Stage(url),), "ReadingCheckpoint", now + REPEAT_S)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.workers.make import NOW, committed, found, group, held, idle, look, recovery, said, short, spec, status, with_memory
+from workers.failing import LAUNCH_S
 from workers.group import AgentSeen, Doing, FetchPeers, Group, Launch, ReadCatalog, Seen, Stage
 from workers.locating import from_peers, newest_in_memory
 from workers.messages import AgentStatus, Copy, Fetch, Outcome, RestoreOrder, Source
@@ -201,6 +202,28 @@ def test_agents_that_die_or_tell_something_new_while_fetching(seen: Seen, doing:
     decision = decide(fetching(), seen, NOW)
     assert decision.group.doing == doing
     assert decision.group.unfetched == ()
+
+
+@pytest.mark.parametrize(
+    ("seen", "doing", "actions"),
+    [
+        (with_memory((20,), (20,), catalog_problem="EIO"), Doing.LAUNCHING, (Launch(4, RestoreOrder(Source.MEMORY, 20), 41),)),
+        (
+            look(*(a.status for a in WIPED.agents if a.status), catalog_problem="EIO"),
+            Doing.FETCHING,
+            (FetchPeers(20, FROM_GUARD),),
+        ),
+    ],
+)
+def test_an_older_state_in_memory_is_taken_where_storage_stays_away(seen: Seen, doing: Doing, actions: Any) -> None:
+    newer = (committed(30),)
+    soon = decide(group(Doing.LOCATING, NOW - LAUNCH_S + 1, checkpoints=newer), seen, NOW)
+    assert short(soon) == (Doing.LOCATING, (ReadCatalog(),), "ReadingCatalog")
+    late = decide(group(Doing.LOCATING, NOW - LAUNCH_S - 1, checkpoints=newer), seen, NOW)
+    assert short(late)[:2] == (doing, actions)
+    assert said(late) == ["StorageUnavailable"]
+    stuck = decide(group(Doing.STAGING, NOW - 601, checkpoints=newer, restore=RestoreOrder(Source.STORAGE, 30, found(30).url)), seen, NOW)
+    assert short(stuck)[:2] == (doing, actions)
 
 
 def test_fetching_goes_on_until_it_is_seen_to_be_done() -> None:
