@@ -99,3 +99,8 @@ def test_gradients_of_shards_in_an_open_window(warm: Warm, shm: Path, tmp_path: 
     folder, restore = staged(shm, checkpoint(shm, tmp_path, 3, 2), 1)
     warm.run(folder, 1, command.replace("STEPS", "4"), [1], restore)
     assert "step 3, 2 ranks to 1: it was saved in the middle of an accumulation window, whose gradients belong to 2 ranks" in warm.text(0)
+
+
+def test_gradients_that_cannot_be_had_are_refused_at_the_first_step(warm: Warm, shm: Path) -> None:
+    warm.run(shm, 1, "train_sharded.py 2 fsdp window unsynced", [1])
+    assert "step: model has set_requires_gradient_sync(False)" in warm.text(0)

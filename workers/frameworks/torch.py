@@ -84,6 +84,7 @@ class Torch:
         for name, part in parts.items():
             refuse(name, part)
             refuse_unsharded(name, part)
+        self._windows.begin(parts)
         self._orders = bucket_orders(parts)
 
     def capture(self, parts: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

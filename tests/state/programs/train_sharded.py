@@ -1,9 +1,9 @@
 """A training whose state is sharded.
 
 ARGS: steps, and ``fsdp`` (fully_shard, uneven shards), ``zero`` (ZeroRedundancyOptimizer under DDP) or ``plain`` (the same model, whole);
-then words: ``elastic``, ``drift`` (a part that differs between the ranks), ``window`` (the optimizer takes every second step). Prints
-``restored=N found=<hash>`` and, after each step, ``step=N state=<hash> samples=[...]``; a hash is that of gathered weights and optimizer
-state. ``draws`` tells what the rank's random generators give after the restore.
+then words: ``elastic``, ``drift`` (a part that differs between the ranks), ``window`` (the optimizer takes every second step),
+``unsynced`` (and gradients wait for it). Prints ``restored=N found=<hash>`` and, after each step, ``step=N state=<hash> samples=[...]``; a
+hash is that of gathered weights and optimizer state. ``draws`` tells what the rank's random generators give after the restore.
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ print(f"draws= {json.dumps(drawn)}", flush=True)
 batches = data.forever()
 while run.steps < int(STEPS):
     samples = next(batches)
+    if "unsynced" in WORDS:
+        model.set_requires_gradient_sync(run.steps % 2 == 1)
     (model(inputs[samples]) - targets[samples]).square().mean().backward()
     if "window" not in WORDS or run.steps % 2:
         optimizer.step()
