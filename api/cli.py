@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from api.client import ApiError
-from api.commands import cluster, jobs, server, show, watch
+from api.commands import checkpoints, cluster, jobs, server, show, watch
 from api.jobfile import JobFileError
 from api.packing import PackingError
 from api.server_record import ServerDown
@@ -27,7 +27,7 @@ no answer."""
 
 app = typer.Typer(help=HELP, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
 COMMANDS: list[Callable[..., None]] = [
-    server.up, server.down, jobs.submit, jobs.plan, jobs.ls, jobs.get, watch.logs, watch.events, watch.incidents, watch.checkpoints,
+    server.up, server.down, jobs.submit, jobs.plan, jobs.ls, jobs.get, watch.logs, watch.events, watch.incidents, checkpoints.checkpoints,
     watch.attempts, watch.ranks, jobs.cancel, jobs.wait, jobs.drill, cluster.nodes, server.demo,
 ]  # fmt: skip
 for command in COMMANDS:

@@ -75,10 +75,11 @@ class Client:
         given = {name: value for name, value in params.items() if value is not None}
         return self._send("GET", path, params=given).json()
 
-    def post(self, path: str, body: dict[str, Any] | None = None, key: str | None = None) -> Any:
+    def post(self, path: str, body: dict[str, Any] | None = None, key: str | None = None, **options: Any) -> Any:
         """``key``: the Idempotency-Key; without one the call itself must be idempotent, or is not repeated."""
         headers = {"Content-Type": "application/json", **({"Idempotency-Key": key} if key else {})}
-        return self._send("POST", path, content=json.dumps(body or {}).encode(), headers=headers, tries=TRIES if key else 1).json()
+        tries = TRIES if key else 1
+        return self._send("POST", path, content=json.dumps(body or {}).encode(), headers=headers, tries=tries, **options).json()
 
     def submit(self, spec: dict[str, Any]) -> Any:
         return self.post("/jobs", spec, key=uuid.uuid4().hex)
@@ -121,6 +122,13 @@ class Client:
         with self._connected(), self._http.stream("GET", PREFIX + path, params=given) as response:
             self._refused(response)
             yield response.iter_text()
+
+    def download(self, path: str, into: IO[bytes]) -> None:
+        """Write the body as it comes. Raises ServerDown where it breaks off."""
+        with self._connected(), self._http.stream("GET", PREFIX + path, timeout=httpx.Timeout(5.0, read=None)) as response:
+            self._refused(response)
+            for chunk in response.iter_bytes():
+                into.write(chunk)
 
     def follow(self, path: str, since: str | None, **params: Any) -> Iterator[LogEvent]:
         """Events of a log from behind ``since`` on. Raises ServerDown when the stream breaks before its end."""

@@ -48,6 +48,21 @@ class BudgetOut(BaseModel):
     limit: int
 
 
+class CheckpointProgress(BaseModel):
+    """A checkpoint that is being written."""
+
+    step: int
+    bytes: int = Field(description="Written so far, on all nodes.")
+    total_bytes: int
+
+    @classmethod
+    def of(cls, job: model.Job) -> CheckpointProgress | None:
+        saving = job.saving
+        if saving is None or job.state not in (JobState.RUNNING, JobState.RECOVERING):
+            return None
+        return cls(step=saving.step, bytes=saving.bytes, total_bytes=saving.total_bytes)
+
+
 class JobOut(BaseModel):
     """A job."""
 
@@ -71,6 +86,7 @@ class JobOut(BaseModel):
     started_at: Time | None
     ended_at: Time | None
     unreachable_since: Time | None = Field(description="Since when the job's group has not answered.")
+    checkpoint_progress: CheckpointProgress | None = Field(description="The checkpoint that is being written now; null: none is.")
 
     @classmethod
     def of(cls, job: model.Job) -> JobOut:
@@ -81,6 +97,7 @@ class JobOut(BaseModel):
             budgets={kind: BudgetOut(used=used, limit=limit) for kind, (used, limit) in budgets(job, time.time()).items()},
             world_size=job.spec.resources.world_size, created_at=utc(job.created_at), started_at=utc_or_none(job.started_at),
             ended_at=utc_or_none(job.ended_at), unreachable_since=utc_or_none(job.unreachable_since),
+            checkpoint_progress=CheckpointProgress.of(job),
         )  # fmt: skip
 
 
@@ -218,12 +235,16 @@ class CheckpointOut(BaseModel):
     world_size: int
     committed_at: Time
     write_seconds: float
+    verified_at: Time | None = Field(description="When its bytes were last read back; null: not yet.")
+    problem: str | None = Field(description="What did not hold then; null: every byte did, or it was not read yet.")
+    pinned: bool = Field(description="True: retention leaves it alone.")
 
     @classmethod
-    def of(cls, record: messages.CheckpointRecord) -> CheckpointOut:
+    def of(cls, record: model.Checkpoint) -> CheckpointOut:
         return cls(
             step=record.step, attempt=record.attempt, generation=record.generation, url=record.url, bytes=record.bytes,
             files=record.files, world_size=record.world_size, committed_at=utc(record.committed_at), write_seconds=record.write_seconds,
+            verified_at=utc_or_none(record.verified_at), problem=record.problem, pinned=record.pinned_at is not None,
         )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from orchestrator.adapters.storage.bundles import Bundles
+from orchestrator.adapters.storage.checkpoints import StoredCheckpoints
 from orchestrator.adapters.storage.logs import LogStore
 from orchestrator.clock import SystemClock
 from orchestrator.core.group_spec import Roots, storage_url
@@ -50,7 +51,7 @@ def assemble(store: Store, groups: Groups, nodes: Nodes, clock: Clock, storage: 
     """The parts over given ports; starts nothing. ``wake``: set by anyone to have the reconciler's next pass at once."""
     places = roots(storage)
     bundles = Bundles(places.bundles)
-    service = Service(store, groups, nodes, clock, wake, bundle_exists=bundles.exists)
+    service = Service(store, groups, nodes, clock, wake, bundle_exists=bundles.exists, stored=StoredCheckpoints())
     return Control(service, Reconciler(store, groups, nodes, clock, places, wake), store, bundles, places, clock)
 
 

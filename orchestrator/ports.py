@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from orchestrator.core.actions import JobStep
-from orchestrator.core.model import Attempt, Event, GroupView, Job, Node
-from workers.messages import CheckpointRecord, GroupSpec, Incident
+from orchestrator.core.model import Attempt, Checkpoint, Event, GroupView, Job, Node
+from workers.messages import CheckpointCheck, GroupSpec, Incident
 
 
 class Conflict(Exception):
@@ -51,6 +52,32 @@ class Groups(Protocol):
 
     def drill(self, job_id: str, attempt: int, fault: str, rank: int) -> str:
         """Inject a real fault; returns a sentence that says what was done. Raises ValueError when it cannot be done now."""
+        ...
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A tar of ``size`` bytes, verified while it is taken: ``chunks`` raises OSError where a byte does not hold."""
+
+    size: int
+    chunks: Iterator[bytes]
+
+
+class Checkpoints(Protocol):
+    """Checkpoints in storage, by url. Raises Unavailable where storage does not answer, or is asked for too much at once."""
+
+    def verify(self, url: str) -> str | None:
+        """Read every byte; None when all hold, else the problem as a sentence."""
+        ...
+
+    def pin(self, url: str) -> bool:
+        """Keep it from retention; False where there is none any more."""
+        ...
+
+    def unpin(self, url: str) -> None: ...
+
+    def archive(self, url: str) -> Archive:
+        """All of it. Raises ValueError where its manifest cannot be read."""
         ...
 
 
@@ -100,7 +127,19 @@ class Store(Protocol):
 
     def events(self, job_id: str, limit: int, after: str | None) -> tuple[list[Event], str | None]: ...
 
-    def checkpoints(self, job_id: str, limit: int, after: str | None) -> tuple[list[CheckpointRecord], str | None]: ...
+    def checkpoints(self, job_id: str, limit: int, after: str | None) -> tuple[list[Checkpoint], str | None]: ...
+
+    def checkpoint(self, job_id: str, step: int) -> Checkpoint | None:
+        """The newest of that step."""
+        ...
+
+    def save_check(self, job_id: str, check: CheckpointCheck) -> None:
+        """What reading a checkpoint has shown; an older reading than the one that is known changes nothing."""
+        ...
+
+    def save_pin(self, job_id: str, url: str, at: float | None) -> None:
+        """Since when (Unix seconds) a checkpoint is pinned; None: it is not."""
+        ...
 
     def ping(self) -> None:
         """Raises Unavailable."""

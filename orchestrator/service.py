@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from orchestrator.core.lifecycle import waiting_since
-from orchestrator.core.model import Attempt, Event, Job, Node
+from orchestrator.core.model import Attempt, Checkpoint, Event, Job, Node
 from orchestrator.core.scheduling import Placement, Waiting, rooms, schedule
 from orchestrator.core.spec import JOB_ID, JobSpec
 from orchestrator.core.states import Desired, JobState, Reason
 from orchestrator.observer import Observer
-from orchestrator.ports import Clock, Conflict, Groups, Nodes, Store
-from workers.messages import CheckpointRecord, Incident, RankReport
+from orchestrator.ports import Archive, Checkpoints, Clock, Conflict, Groups, Nodes, Store
+from workers.messages import CheckpointCheck, Incident, RankReport
 
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
 _TRIES = 20  # against a reconciler that writes the same job at the same time
@@ -40,7 +40,8 @@ class Refused(Exception):
 
 
 class Service:
-    """``bundle_exists`` tells whether a bundle (sha256) was uploaded; ``wake`` makes the reconciler look at once."""
+    """``bundle_exists`` tells whether a bundle (sha256) was uploaded; ``stored`` reads checkpoints;
+    ``wake`` makes the reconciler look at once."""
 
     def __init__(
         self,
@@ -51,11 +52,13 @@ class Service:
         wake: threading.Event,
         *,
         bundle_exists: Callable[[str], bool],
+        stored: Checkpoints,
         new_id: Callable[[], str] | None = None,
     ) -> None:
         self._store, self._groups, self._nodes, self._clock, self._wake = store, groups, nodes, clock, wake
         self._observer = Observer(store, groups, nodes)
         self._bundle_exists = bundle_exists
+        self._stored = stored
         self._new_id = new_id or new_job_id
 
     def submit(self, spec: JobSpec, idempotency_key: str | None, body_hash: str) -> tuple[Job, bool]:
@@ -128,8 +131,49 @@ class Service:
     def events(self, ref: str, limit: int, cursor: str | None) -> tuple[list[Event], str | None]:
         return self._store.events(self.job(ref).id, limit, cursor)
 
-    def checkpoints(self, ref: str, limit: int, cursor: str | None) -> tuple[list[CheckpointRecord], str | None]:
+    def checkpoints(self, ref: str, limit: int, cursor: str | None) -> tuple[list[Checkpoint], str | None]:
         return self._store.checkpoints(self.job(ref).id, limit, cursor)
+
+    def checkpoint(self, ref: str, step: int) -> Checkpoint:
+        """The newest of that step. Raises NotFound ``job_not_found``, ``checkpoint_not_found``."""
+        job = self.job(ref)
+        found = self._store.checkpoint(job.id, step)
+        if found is None:
+            raise NotFound("checkpoint_not_found", f"job {job.id} has no checkpoint of step {step}; `keepstep checkpoints` lists them")
+        return found
+
+    def verify_checkpoint(self, ref: str, step: int) -> Checkpoint:
+        """Reads every byte of it and keeps what that has shown. Raises NotFound."""
+        known = self.checkpoint(ref, step)
+        problem = self._stored.verify(known.url)
+        self._store.save_check(known.job_id, CheckpointCheck(known.url, self._clock.now(), problem))
+        if problem is not None and known.problem is None:
+            text = f"step {step}: {known.url} does not read back: {problem}"
+            self._note(self.job(known.job_id), Event(known.job_id, self._clock.now(), "CheckpointInvalid", text))
+        return self.checkpoint(known.job_id, step)
+
+    def pin_checkpoint(self, ref: str, step: int, pinned: bool) -> Checkpoint:
+        """Keeps it from retention, or no longer; idempotent. Raises NotFound."""
+        known = self.checkpoint(ref, step)
+        if pinned and not self._stored.pin(known.url):
+            raise NotFound("checkpoint_not_found", f"the checkpoint of step {step} is no longer in storage; retention has removed it")
+        if not pinned:
+            self._stored.unpin(known.url)
+        if pinned != (known.pinned_at is not None):
+            now = self._clock.now()
+            self._store.save_pin(known.job_id, known.url, now if pinned else None)
+            told = "is kept until it is unpinned" if pinned else "is no longer pinned"
+            event = Event(known.job_id, now, "CheckpointPinned" if pinned else "CheckpointUnpinned", f"step {step} {told}")
+            self._note(self.job(known.job_id), event)
+        return self.checkpoint(known.job_id, step)
+
+    def checkpoint_archive(self, ref: str, step: int) -> tuple[Checkpoint, Archive]:
+        """All of a checkpoint as a tar. Raises NotFound, Refused ``checkpoint_damaged``."""
+        known = self.checkpoint(ref, step)
+        try:
+            return known, self._stored.archive(known.url)
+        except ValueError as error:
+            raise Refused("checkpoint_damaged", f"the checkpoint of step {step} cannot be read: {error}") from error
 
     def drill(self, ref: str, fault: str, rank: int) -> str:
         """Injects a real fault into a running job; a sentence tells what was done.

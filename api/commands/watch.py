@@ -1,4 +1,4 @@
-"""logs, events, incidents, checkpoints, attempts, ranks."""
+"""logs, events, incidents, attempts, ranks."""
 
 from __future__ import annotations
 
@@ -70,18 +70,6 @@ def incidents(job: JobRef, stacks: Stacks = False, as_json: AsJson = False, stat
         for incident in items if stacks else []:
             for rank, text in incident["stacks"].items():
                 print(f"\ngeneration {incident['generation']}, rank {rank}:\n{text}")
-
-
-def checkpoints(job: JobRef, as_json: AsJson = False, state_dir: StateDir = None) -> None:
-    """Show the checkpoints of a job, newest first."""
-    items = list(Client.find(state_dir).every(ref_path(job, "checkpoints"), limit=200))
-    if as_json:
-        show.items_as_json(items)
-    else:
-        show.table(
-            ["STEP", "ATTEMPT", "GEN", "SIZE", "COMMITTED", "URL"],
-            [[c["step"], c["attempt"], c["generation"], show.size(c["bytes"]), show.when(c["committed_at"]), c["url"]] for c in items],
-        )
 
 
 def attempts(job: JobRef, as_json: AsJson = False, state_dir: StateDir = None) -> None:

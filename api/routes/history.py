@@ -1,4 +1,4 @@
-"""What happened to a job: attempts, ranks, incidents, events, checkpoints."""
+"""What happened to a job: attempts, ranks, incidents, events."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fastapi import APIRouter
 
 from api.context import Cursor, Here, Limit, Ref
 from api.errors import documented
-from api.schemas import AttemptOut, CheckpointOut, EventOut, IncidentOut, Page, RankOut
+from api.schemas import AttemptOut, EventOut, IncidentOut, Page, RankOut
 from api.slices import page_of
 
 router = APIRouter(prefix="/jobs/{ref}", tags=["history"], responses=documented(404, 422))
@@ -38,10 +38,3 @@ def events(here: Here, ref: Ref, limit: Limit = 50, cursor: Cursor = None) -> Pa
     """Oldest first."""
     items, following = here.service.events(ref, limit, cursor)
     return Page[EventOut](items=[EventOut.of(event) for event in items], next_cursor=following)
-
-
-@router.get("/checkpoints", summary="Checkpoints of a job")
-def checkpoints(here: Here, ref: Ref, limit: Limit = 50, cursor: Cursor = None) -> Page[CheckpointOut]:
-    """Newest first."""
-    items, following = here.service.checkpoints(ref, limit, cursor)
-    return Page[CheckpointOut](items=[CheckpointOut.of(record) for record in items], next_cursor=following)

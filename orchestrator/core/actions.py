@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from orchestrator.core.model import Attempt, Event, Job
-from workers.messages import CheckpointRecord, GroupSpec, Incident
+from workers.messages import CheckpointCheck, CheckpointRecord, GroupSpec, Incident
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class JobStep:
     incidents: tuple[Incident, ...] = ()  # upserted by (job, attempt, generation)
     checkpoints: tuple[CheckpointRecord, ...] = ()  # upserted by url
     pruned: tuple[str, ...] = ()  # urls whose rows go
+    checks: tuple[CheckpointCheck, ...] = ()  # what reading checkpoints has shown, oldest first
     actions: tuple[Action, ...] = ()
     changed: bool = True
 

@@ -11,7 +11,7 @@ from typing import Any
 from orchestrator.core.actions import Action, JobStep
 from orchestrator.core.model import Attempt, Event, Job
 from orchestrator.core.states import ATTEMPT_TRANSITIONS, AttemptState, JobState, Reason, allowed
-from workers.messages import CheckpointRecord, Incident
+from workers.messages import CheckpointCheck, CheckpointRecord, Incident
 
 
 class Decision:
@@ -28,6 +28,7 @@ class Decision:
         self._incidents: list[Incident] = []
         self._checkpoints: list[CheckpointRecord] = []
         self._pruned: list[str] = []
+        self._checks: list[CheckpointCheck] = []
 
     @property
     def attempt(self) -> Attempt:
@@ -73,19 +74,21 @@ class Decision:
         incidents: tuple[Incident, ...] = (),
         checkpoints: tuple[CheckpointRecord, ...] = (),
         pruned: tuple[str, ...] = (),
+        checks: tuple[CheckpointCheck, ...] = (),
     ) -> None:
         """What a group reported, to be saved with the decision."""
         self._events += events
         self._incidents += incidents
         self._checkpoints += checkpoints
         self._pruned += pruned
+        self._checks += checks
 
     def look_again(self, at: float) -> None:
         """Decide anew at ``at`` (Unix seconds) even if nothing changes."""
         self._deadlines.append(at)
 
     def step(self) -> JobStep:
-        recorded = self._events or self._incidents or self._checkpoints or self._pruned
+        recorded = self._events or self._incidents or self._checkpoints or self._pruned or self._checks
         after = (replace(self.job, look_again_at=None), self._attempt)
         return JobStep(
             job=replace(self.job, look_again_at=min(self._deadlines, default=None)),
@@ -94,6 +97,7 @@ class Decision:
             incidents=tuple(self._incidents),
             checkpoints=tuple(self._checkpoints),
             pruned=tuple(self._pruned),
+            checks=tuple(self._checks),
             actions=tuple(self._actions),
             changed=bool(recorded) or after != self._before,
         )

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from orchestrator.core.spec import JobSpec
 from orchestrator.core.states import AttemptState, Desired, JobState
-from workers.messages import Failure, GroupReport, Incident, NodePlace, Outcome, RankReport
+from workers.messages import CheckpointRecord, Failure, GroupReport, Incident, NodePlace, Outcome, RankReport, SaveProgress
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Job:
     unreachable_since: float | None = None
     started_at: float | None = None  # first time RUNNING
     ended_at: float | None = None
+    saving: SaveProgress | None = None  # the checkpoint that is being written
     look_again_at: float | None = None  # when the reconciler must decide anew even if nothing changes
 
 
@@ -59,6 +60,7 @@ class Attempt:
     report_version: int = 0  # newest coordinator report that was saved
     events_seen: int = 0  # number of its newest event that was saved
     checkpoints_seen: float | None = None  # when its newest checkpoint that was saved was committed
+    checks_seen: float | None = None  # when its newest check of a checkpoint that was saved was made
     prior_best_step: int | None = None  # the job's best step when this attempt was made
     absent_since: float | None = None  # first of the newest observations in a row that found nothing of it
     ending_since: float | None = None  # when it was first told to end
@@ -68,6 +70,15 @@ class Attempt:
     message: str = ""
     started_at: float | None = None
     ended_at: float | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint(CheckpointRecord):
+    """A committed checkpoint with what has become known of it since."""
+
+    verified_at: float | None = None  # when its bytes were last read
+    problem: str | None = None  # what did not hold then; None: all did
+    pinned_at: float | None = None  # since when retention leaves it alone
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ def learn(d: Decision, report: GroupReport) -> None:
         step=report.step if report.step is not None else d.job.step,
         best_step=newest(d.job.best_step, report.best_step),
         metrics=report.metrics or d.job.metrics,
+        saving=report.saving,
         generation=generation,
         restarts=max(0, generation),
         failures=merged(d.job.failures, report.failures, since=d.now - d.job.spec.restart.window_hours * HOUR),
@@ -49,10 +50,13 @@ def _record_news(d: Decision, report: GroupReport) -> None:
     checkpoints = [c for c in report.checkpoints if seen.checkpoints_seen is None or c.committed_at > seen.checkpoints_seen]
     # An incident changes until the generation that follows it trains.
     incidents = [i for i in report.incidents if i.generation >= seen.generation - 1 or report.outcome is not None]
-    d.record(tuple(_event(d.job.id, report.attempt, event) for event in events), tuple(incidents), tuple(checkpoints), report.pruned)
+    checks = tuple(check for check in report.checks if seen.checks_seen is None or check.at > seen.checks_seen)
+    told = tuple(_event(d.job.id, report.attempt, event) for event in events)
+    d.record(told, tuple(incidents), tuple(checkpoints), report.pruned, checks)
     d.learn_attempt(
         events_seen=max([seen.events_seen, *(event.seq for event in events)]),
         checkpoints_seen=max((c.committed_at for c in checkpoints), default=seen.checkpoints_seen),
+        checks_seen=max((check.at for check in checks), default=seen.checks_seen),
     )
 
 

@@ -25,7 +25,7 @@ def test_a_damaged_checkpoint_is_found_and_the_one_before_taken(server: Server) 
     pids = [job.pid(0), job.pid(1)]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
-    for slot in SHM.glob(f"{job.id}.*/snap-*"):
+    for slot in SHM.glob(f"**/{job.id}.*/snap-*"):
         os.truncate(slot, 5000)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)

@@ -12,6 +12,7 @@ from sqlalchemy import update
 
 from orchestrator.adapters.db.store import SqlStore
 from orchestrator.adapters.db.tables import JOBS
+from orchestrator.adapters.storage.checkpoints import StoredCheckpoints
 from orchestrator.core.model import Job
 from orchestrator.core.scheduling import Placement, Waiting
 from orchestrator.core.spec import JOB_ID
@@ -32,7 +33,15 @@ class Place:
     def __init__(self, store: SqlStore) -> None:
         self.store, self.clock, self.wake = store, SimClock(), threading.Event()
         self.cluster = SimCluster(self.clock, Dice(1, faults=False), nodes=1)
-        self.service = Service(store, self.cluster, self.cluster, self.clock, self.wake, bundle_exists=lambda sha: sha == "a" * 64)
+        self.service = Service(
+            store,
+            self.cluster,
+            self.cluster,
+            self.clock,
+            self.wake,
+            bundle_exists=lambda sha: sha == "a" * 64,
+            stored=StoredCheckpoints(),
+        )
         self.loop = Reconciler(store, self.cluster, self.cluster, self.clock, ROOTS, self.wake, submit=at_once)
 
     def submit(self, **changes: Any) -> Job:

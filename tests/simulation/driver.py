@@ -8,6 +8,7 @@ from typing import Any
 from orchestrator.adapters.db.engine import open_engine
 from orchestrator.adapters.db.store import SqlStore
 from orchestrator.adapters.db.tables import METADATA
+from orchestrator.adapters.storage.checkpoints import StoredCheckpoints
 from orchestrator.core.group_spec import Roots
 from orchestrator.core.model import Job
 from orchestrator.core.spec import JobSpec
@@ -41,7 +42,7 @@ class Run:
         ids = iter(range(10**6))
         self.service = Service(
             self.store, self.cluster, self.cluster, self.clock, self.wake,
-            bundle_exists=lambda sha: True, new_id=lambda: f"job-{next(ids):012d}",
+            bundle_exists=lambda sha: True, stored=StoredCheckpoints(), new_id=lambda: f"job-{next(ids):012d}",
         )  # fmt: skip
         self.loops = [self._loop(), self._loop()]
         self.cluster.in_between = self._in_between

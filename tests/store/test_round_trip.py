@@ -16,7 +16,7 @@ from orchestrator.core.actions import JobStep
 from orchestrator.core.model import Event
 from workers.messages import ErrorReport
 
-from .values import T0, checkpoint, full_step, incident, new_job, ordered, rank, spec, submitted
+from .values import T0, checkpoint, full_step, incident, known, new_job, ordered, rank, spec, submitted
 
 NAMES = ("训练🚀", "e\u0301", "é", "-rf", "CON.", "a'; DROP TABLE jobs; --", 'quo"te', "%s {} \\n", "x" * 200, "İi̇", "عربى")
 
@@ -36,7 +36,7 @@ def test_every_field_comes_back(store: SqlStore) -> None:
     assert store.job(job.id) == saved
     assert store.attempts(job.id) == [step.attempt]
     assert store.incidents(job.id, 10, None) == (list(step.incidents), None)
-    assert store.checkpoints(job.id, 10, None)[0] == [checkpoint(job, 17), checkpoint(job, 16)]
+    assert store.checkpoints(job.id, 10, None)[0] == [known(job, 17), known(job, 16, verified_at=T0 + 7, problem="flipped é\\x00")]
     found, _ = store.events(job.id, 10, None)
     assert [replace(event, id=None) for event in found] == [
         submitted(job),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from orchestrator.core.actions import JobStep
-from orchestrator.core.model import Attempt, Event, Job
+from orchestrator.core.model import Attempt, Checkpoint, Event, Job
 from orchestrator.core.spec import JobSpec
 from orchestrator.core.states import AttemptState, Desired, JobState
 from workers.messages import (
+    CheckpointCheck,
     CheckpointRecord,
     ErrorReport,
     Failure,
@@ -20,6 +21,7 @@ from workers.messages import (
     RankPhase,
     RankReport,
     RankState,
+    SaveProgress,
     Source,
 )
 
@@ -82,6 +84,11 @@ def checkpoint(job: Job, step: int, **fields: Any) -> CheckpointRecord:
     )
 
 
+def known(job: Job, step: int, **fields: Any) -> Checkpoint:
+    """As it is read."""
+    return Checkpoint(**asdict(checkpoint(job, step)), **fields)
+
+
 def rank(number: int) -> RankReport:
     return RankReport(
         rank=number,
@@ -128,6 +135,7 @@ def full_step(job: Job) -> JobStep:
         started_at=T0 + 0.75,
         ended_at=T0 + 9,
         look_again_at=T0 + 10,
+        saving=SaveProgress(20, 5, 10),
     )
     attempt = Attempt(
         job_id=job.id,
@@ -143,6 +151,7 @@ def full_step(job: Job) -> JobStep:
         report_version=2**33,
         events_seen=12,
         checkpoints_seen=1_800_000_000.5,
+        checks_seen=1_800_000_000.75,
         prior_best_step=5,
         absent_since=T0 + 2,
         ending_since=T0 + 3,
@@ -154,7 +163,9 @@ def full_step(job: Job) -> JobStep:
         ended_at=T0 + 8,
     )
     events = (Event(job.id, T0 + 4, "RankKilled", "killed", "attempt-2", 1, 2, 3, 1), Event(job.id, T0 + 5, "Recovering", "restarts"))
-    return JobStep(status, attempt, events, (incident(job),), (checkpoint(job, 16), checkpoint(job, 17)))
+    url = checkpoint(job, 16).url
+    checks = (CheckpointCheck(url, T0 + 6, None), CheckpointCheck(url, T0 + 7, "flipped é\0"))
+    return JobStep(status, attempt, events, (incident(job),), (checkpoint(job, 16), checkpoint(job, 17)), checks=checks)
 
 
 def ordered(job: Job) -> Job:

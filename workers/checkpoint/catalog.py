@@ -84,7 +84,7 @@ def verify(url: str) -> str | None:
     with _Problem() as problem:
         folder = open_folder(url)
         for file in _manifest(folder).files:
-            for _ in _checked(folder, file):
+            for _ in checked_chunks(folder, file):
                 pass
     return problem.text
 
@@ -116,7 +116,7 @@ def stage(url: str, shm: Path, name: str, ranks: Sequence[int], world_size: int)
         fresh.mkdir()
         for file in files:
             with open(fresh / file.name, "wb") as out:
-                for chunk in _checked(folder, file):
+                for chunk in checked_chunks(folder, file):
                     out.write(chunk)
         (fresh / MANIFEST).write_bytes(b"".join(folder.read(MANIFEST)))
         shutil.rmtree(target, ignore_errors=True)
@@ -193,7 +193,7 @@ def _manifest(folder: LocalFolder | RemoteFolder) -> Manifest:
     return parse_manifest(b"".join(folder.read(MANIFEST)))
 
 
-def _checked(folder: LocalFolder | RemoteFolder, file: FileEntry) -> Iterator[bytes]:
+def checked_chunks(folder: LocalFolder | RemoteFolder, file: FileEntry) -> Iterator[bytes]:
     """The chunks of ``file``; raises StateError at its end where size or checksum differ."""
     found = folder.size(file.name)
     if found != file.bytes:

@@ -15,12 +15,12 @@ from pydantic import TypeAdapter
 from pydantic_core import PydanticSerializationError, to_json
 from sqlalchemy import Table
 
-from orchestrator.core.model import Attempt, Event, Job
+from orchestrator.core.model import Attempt, Checkpoint, Event, Job
 from orchestrator.core.spec import JobSpec
-from workers.messages import CheckpointRecord, Incident
+from workers.messages import Incident
 
 T = TypeVar("T")
-_ADAPTERS: dict[type, TypeAdapter[Any]] = {cls: TypeAdapter(cls) for cls in (Job, Attempt, Event, Incident, CheckpointRecord)}
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {cls: TypeAdapter(cls) for cls in (Job, Attempt, Event, Incident, Checkpoint)}
 
 
 def row(table: Table, value: Any) -> dict[str, Any]:

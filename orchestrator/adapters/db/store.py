@@ -21,10 +21,10 @@ from orchestrator.adapters.db.engine import reading, writing
 from orchestrator.adapters.db.rows import clean, row, value
 from orchestrator.adapters.db.tables import ATTEMPTS, CHECKPOINTS, EVENTS, IDEMPOTENCY_KEYS, INCIDENTS, JOBS, LABELS
 from orchestrator.core.actions import JobStep
-from orchestrator.core.model import Attempt, Event, Job
+from orchestrator.core.model import Attempt, Checkpoint, Event, Job
 from orchestrator.core.states import FINAL, AttemptState, JobState
 from orchestrator.ports import Conflict, KeyReused
-from workers.messages import CheckpointRecord, Incident
+from workers.messages import CheckpointCheck, Incident
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -95,6 +95,8 @@ class SqlStore:
             _upsert(connection, INCIDENTS, list(incidents.values()), ("job_id", "attempt", "generation"))
             checkpoints = {record.url: row(CHECKPOINTS, record) for record in step.checkpoints}
             _upsert(connection, CHECKPOINTS, list(checkpoints.values()), ("url",))
+            for check in step.checks:
+                _record_check(connection, step.job.id, check)
             if step.pruned:
                 pruned = CHECKPOINTS.c.url.in_([clean(url) for url in step.pruned])
                 connection.execute(delete(CHECKPOINTS).where(CHECKPOINTS.c.job_id == step.job.id, pruned))
@@ -179,9 +181,28 @@ class SqlStore:
         """Oldest first. Raises BadCursor."""
         return self._history("events", Event, EVENTS, job_id, limit, after)
 
-    def checkpoints(self, job_id: str, limit: int, after: str | None) -> tuple[list[CheckpointRecord], str | None]:
+    def checkpoints(self, job_id: str, limit: int, after: str | None) -> tuple[list[Checkpoint], str | None]:
         """Newest first. Raises BadCursor."""
-        return self._history("checkpoints", CheckpointRecord, CHECKPOINTS, job_id, limit, after, newest_first=True)
+        return self._history("checkpoints", Checkpoint, CHECKPOINTS, job_id, limit, after, newest_first=True)
+
+    def checkpoint(self, job_id: str, step: int) -> Checkpoint | None:
+        """The newest of that step."""
+        query = select(CHECKPOINTS).where(CHECKPOINTS.c.job_id == clean(job_id), CHECKPOINTS.c.step == step)
+        query = query.order_by(CHECKPOINTS.c.attempt.desc(), CHECKPOINTS.c.generation.desc()).limit(1)
+        with reading(self._engine) as connection:
+            found = connection.execute(query).first()
+        return None if found is None else value(Checkpoint, CHECKPOINTS, _named(CHECKPOINTS, found))
+
+    def save_check(self, job_id: str, check: CheckpointCheck) -> None:
+        """Keeps what reading a checkpoint has shown, unless a later reading is known."""
+        with writing(self._engine) as connection:
+            _record_check(connection, job_id, check)
+
+    def save_pin(self, job_id: str, url: str, at: float | None) -> None:
+        """``at``: since when it is pinned (Unix seconds); None: it is not."""
+        mine = (CHECKPOINTS.c.job_id == clean(job_id), CHECKPOINTS.c.url == clean(url))
+        with writing(self._engine) as connection:
+            connection.execute(update(CHECKPOINTS).where(*mine).values(pinned_at=at))
 
     def _history(
         self, kind: str, cls: type[T], table: Table, job_id: str, limit: int, after: str | None, *, newest_first: bool = False
@@ -221,6 +242,12 @@ def _guarded_update(connection: Connection, job: Job, names: Sequence[str]) -> J
     if done.rowcount == 0:
         raise Conflict(f"job {job.id} is no longer at version {job.version}")
     return replace(job, version=job.version + 1)
+
+
+def _record_check(connection: Connection, job_id: str, check: CheckpointCheck) -> None:
+    older = or_(CHECKPOINTS.c.verified_at.is_(None), CHECKPOINTS.c.verified_at < check.at)
+    mine = (CHECKPOINTS.c.job_id == clean(job_id), CHECKPOINTS.c.url == clean(check.url))
+    connection.execute(update(CHECKPOINTS).where(*mine, older).values(verified_at=check.at, problem=clean(check.problem)))
 
 
 def _insert_into(dialect: str, table: Table) -> Any:
