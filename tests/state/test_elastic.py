@@ -59,6 +59,7 @@ def test_two_ranks_go_on_as_two_one_and_three(warm: Warm, shm: Path, tmp_path: P
 DERIVED = {1: "nothing is derived", 3: "random generators of ranks from 2 on are derived: draw, python, torch"}
 
 
+@pytest.mark.slow
 def test_a_whole_model_is_cut_and_shards_become_whole(warm: Warm, shm: Path, tmp_path: Path) -> None:
     """One rank without sharding to two with it, and back."""
     (first,) = warm.run(shm, 1, "train_sharded.py 3 plain elastic", [0])
@@ -89,6 +90,7 @@ def test_without_consent_or_with_a_part_of_its_own_it_is_refused(warm: Warm, shm
         assert message in warm.text(0)
 
 
+@pytest.mark.slow
 def test_gradients_of_shards_in_an_open_window(warm: Warm, shm: Path, tmp_path: Path) -> None:
     command = "train_sharded.py STEPS fsdp elastic window"
     straight = warm.run(None, 2, command.replace("STEPS", "4"), [0, 0])

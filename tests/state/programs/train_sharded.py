@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import workers
@@ -33,6 +32,8 @@ if WAY == "fsdp":
 elif WAY == "zero":
     model = DistributedDataParallel(model)
 if WAY == "zero":
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=0.05)
 else:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
