@@ -363,7 +363,7 @@ class Agent:
 
     async def drop_copies(self, term: int, keep: int | None) -> None:
         self._obey(term)
-        self.exchange.drop({keep})
+        await asyncio.to_thread(self.exchange.drop, {keep})
 
     async def write_share(self, term: int, step: int, generation: int) -> dict[str, Any]:
         """Write this node's share of the checkpoint of ``step`` from its snapshots; keeps them until it is done."""

@@ -63,7 +63,7 @@ class Exchange:
     async def copy(self, step: int, generation: int, complete: int | None) -> str | None:
         """Copy this node's pinned snapshots of ``step``; ``complete`` is the newest memory checkpoint that all nodes have. None when it
         is done, else why not."""
-        self.drop({step, complete})
+        await asyncio.to_thread(self.drop, {step, complete})
         try:
             whole, own = peers.sizes(self.shm, self.ranks, step)
             free = await asyncio.to_thread(free_bytes, self.shm)
@@ -157,6 +157,8 @@ class Exchange:
             raise StateError(f"node {node} has no sound copy of what is rank {rank}'s own")
         path, header = await _to_end(peers.take_slot, self.shm, rank, peers.header_of(given))
         await self._move(peer, given, path, header, OWN)
+        if not await _to_end(peers.sound, path, header, OWN):
+            raise StateError(f"what is rank {rank}'s own was damaged on the way from node {node}")
         return path, header
 
     async def _take_shared(self, node: int, rank: int, step: int, path: Path, header: Header) -> None:

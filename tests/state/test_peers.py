@@ -246,6 +246,20 @@ def test_what_was_damaged_on_the_way_does_not_count(nodes: list[Node]) -> None:
     assert not whole(nodes, 40)
     for node in nodes:
         node.step(41, pin=True)
+    nodes[0].reach = lambda other: other
+    run(mirror(nodes, 41))
+    shutil.rmtree(nodes[1].shm)
+    nodes[1].shm.mkdir()
+    nodes[1].reach = Damaging
+    run(fetch(nodes))
+    assert "rank 2's own was damaged on the way" in nodes[1].exchange.unfetched[41]
+    assert not whole(nodes, 41)
+
+
+def test_a_copy_that_was_damaged_on_the_way_is_no_copy(nodes: list[Node]) -> None:
+    nodes[0].reach = Damaging
+    for node in nodes:
+        node.step(41, pin=True)
     said = run(mirror(nodes, 41))
     assert "damaged on the way" in said[2]
     assert not peers.copies(nodes[0].shm, nodes[0].ranks)

@@ -102,7 +102,7 @@ def offer(shm: Path, ranks: Collection[int], rank: int, step: int, part: str) ->
         files.append(shm / f"copies-{step}" / f"snap-{rank}-0")
     for path in files:
         header = read_header(path)
-        if header is not None and header.complete and (header.rank, header.step) == (rank, step) and _sound(path, header, part):
+        if header is not None and header.complete and (header.rank, header.step) == (rank, step) and sound(path, header, part):
             return Offer(str(path.relative_to(shm)), header.pack())
     return None
 
@@ -146,7 +146,7 @@ def pieces(source: Header, target: Header, part: str) -> list[tuple[int, int, in
 def repairable(shm: Path, rank: int, step: int) -> tuple[Path, Header] | None:
     """The slot of ``step`` where its own part is sound, so that only the shared one must be written anew."""
     return next(
-        ((path, h) for _, _, path, h in headers(shm, [rank]) if h.complete and h.step == step and _sound(path, h, OWN)),
+        ((path, h) for _, _, path, h in headers(shm, [rank]) if h.complete and h.step == step and sound(path, h, OWN)),
         None,
     )
 
@@ -187,7 +187,7 @@ def put(path: Path, at: int, data: Any) -> None:
 
 def finish(path: Path, header: Header, parts: Sequence[str]) -> bool:
     """Verify what was put and make it COMPLETE; False where it does not hold, and then it stays as it is."""
-    if not all(_sound(path, header, part) for part in parts):
+    if not all(sound(path, header, part) for part in parts):
         return False
     put(path, 0, replace(header, state=COMPLETE).pack())
     return True
@@ -218,7 +218,8 @@ def _promise(header: Header, part: str) -> tuple[int, int, int]:
     return header.own_arrays, header.own_text, header.own_xxh3
 
 
-def _sound(path: Path, header: Header, part: str) -> bool:
+def sound(path: Path, header: Header, part: str) -> bool:
+    """Whether a part matches the checksum that its header promises."""
     try:
         with mapped(path, header) as data:
             arrays, text = _sections(header, part)
