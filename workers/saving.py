@@ -306,8 +306,9 @@ def read_catalog(spec: GroupSpec, generation: int) -> tuple[tuple[CheckpointFoun
     past = newest_generation(spec.storage_url, spec.attempt)
     claim(spec.storage_url, Lease(spec.job_id, spec.attempt, max(generation, past)))
     found = catalog(spec.storage_url)
-    whole = any(c.problem is None for c in found)
-    if whole or not ever_committed(spec.storage_url):
+    if any(c.problem is None for c in found):
+        sweep(spec.storage_url, spec.attempt + 1)  # they are told once more, as skipped
+    elif not ever_committed(spec.storage_url):
         sweep(spec.storage_url, spec.attempt + 1)
         found = [c for c in found if c.manifest]
     return tuple(CheckpointFound(c.url, c.step, c.problem) for c in found), past

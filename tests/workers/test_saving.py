@@ -86,6 +86,7 @@ def test_a_write_that_never_ended_is_no_checkpoint(given: GroupSpec) -> None:
 def test_beside_a_whole_one_it_is_passed_over(given: GroupSpec) -> None:
     record = write(given, 10)
     ours, older = tear(given, 20), tear(given, 20, attempt=2)
+    assert short(found_in(given)) == [(20, False), (10, True), (20, False)]  # told once, as skipped
     assert found_in(given) == (CheckpointFound(record.url, 10),)
     assert (ours.exists(), older.exists()) == (False, False)
 
