@@ -58,6 +58,9 @@ def fail(group: Group, seen: Seen, now: float, verdict: Verdict) -> Decision:
     group = put(group, incident).say(now, "Failure", incident.message, verdict.rank)
     if stop_reason:
         return close_group(group, now, Outcome.FAILED, *stop_reason)
+    poisoned = [r.nonfinite_since for r in group.ranks if r.nonfinite_since is not None and r.generation == group.generation]
+    if poisoned and verdict.kind == FailureClass.USER:  # no other failure is a reason to give up finished steps
+        group = replace(group, roll_back=min(poisoned))
     group = replace(group.go(Doing.STOPPING, now), recovery=Recovery(incident, now), training=False, stacks_asked_at=None)
     return Decision(group, (StopRanks(group.generation),), "Failure", now + REPEAT_S)
 

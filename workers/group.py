@@ -101,6 +101,7 @@ class Group:
     incidents: tuple[Incident, ...] = ()
     recovery: Recovery | None = None
     nonfinite: tuple[str, ...] = ()  # metrics that this generation was told to have non-finite values
+    roll_back: int | None = None  # the program failed after metrics were not finite from this step on: an earlier state is wanted
     stacks_asked_at: float | None = None  # silence was seen then, and the stacks of all ranks asked for
     not_before: float | None = None  # no generation is launched sooner: failures repeat and gain nothing
     restore: RestoreOrder | None = None

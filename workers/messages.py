@@ -326,6 +326,7 @@ class CheckpointFound:
     url: str
     step: int
     problem: str | None = None
+    finite: bool = True  # False: metrics had stayed NaN or infinite when it was taken
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,8 @@ def _locate(group: Group, seen: Seen, now: float) -> Decision:
     if not all(a.status and a.status.stopped for a in seen.agents):
         return Decision(group, (StopRanks(group.generation),), "StoppingRanks", now + REPEAT_S)
     newest = without_storage(group, seen)
+    if group.roll_back is not None and (newest.step if newest is not None else group.checkpoint_step or 0) >= group.roll_back:
+        return _roll_back(group, seen, now, group.roll_back)
     if newest is not None and newest.step >= (group.checkpoint_step or 0):
         return _take(group, seen, now, newest)
     if seen.refused is not None:
@@ -132,6 +134,21 @@ def _locate(group: Group, seen: Seen, now: float) -> Decision:
     if group.best_step:
         group = group.say(now, "StartedFromZero", f"no snapshot and no checkpoint exists; {group.best_step} steps are done again")
     return _launch_from(group, seen, now, RestoreOrder(Source.NONE, 0))
+
+
+def _roll_back(group: Group, seen: Seen, now: float, since: int) -> Decision:
+    """To the newest checkpoint from before the metrics were not finite; where there is none, as after any other failure."""
+    if seen.catalog is None and seen.refused is None and now - group.since <= LAUNCH_S:
+        return Decision(group, (ReadCatalog(),), "ReadingCatalog", now + REPEAT_S)
+    bad = {c.url for c in group.excluded}
+    earlier = [c for c in seen.catalog or () if c.problem is None and c.finite and c.step < since and c.url not in bad]
+    if not earlier:
+        return decide(replace(group, roll_back=None), seen, now)
+    taken = earlier[0]
+    group = group.say(now, "RolledBack", f"metrics are not finite since step {since}: back to the checkpoint of step {taken.step}")
+    left = tuple(replace(c, problem="its metrics were not finite") for c in seen.catalog or () if c.step >= since and c.url not in bad)
+    restore = RestoreOrder(Source.STORAGE, taken.step, taken.url)
+    return decide(replace(group.go(Doing.STAGING, now), excluded=group.excluded + left, restore=restore), seen, now)
 
 
 def _storage_away(group: Group, seen: Seen, now: float, why: str) -> Decision:
@@ -216,6 +233,8 @@ def _launch_from(group: Group, seen: Seen, now: float, restore: RestoreOrder) ->
         recovery=recovery,
         training=False,
         unfetched=(),
+        nonfinite=(),
+        roll_back=None,
         mirrored=group.mirrored if group.mirrored is not None and group.mirrored <= restore.step else None,
         incarnations={a.index: a.status.incarnation for a in seen.agents if a.status},
     )

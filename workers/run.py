@@ -75,6 +75,7 @@ class Run:
         self._step_ended: float | None = None
         self._step_seconds = 0.0
         self._nonfinite: dict[str, int] = {}  # metric -> first step of this generation at which it was not finite
+        self._nonfinite_since = 0  # as on the board
         self._bad_reports: tuple[int, ...] = ()  # steps of the newest reports in a row with such a metric, the first ones
         self._phases_s = 0.0  # of announced phases since the last step
         self._told_to_stop = False
@@ -199,7 +200,7 @@ class Run:
         for name in bad:
             self._nonfinite.setdefault(name, self.steps)
         self._bad_reports = (*self._bad_reports, self.steps) if bad else ()
-        since = self._bad_reports[0] if len(self._bad_reports) >= PERSISTENT else 0
+        since = self._nonfinite_since = self._bad_reports[0] if len(self._bad_reports) >= PERSISTENT else 0
         self._bad_reports = self._bad_reports[:PERSISTENT]
         self._board.metrics(metrics, self._nonfinite, since)
 
@@ -231,6 +232,8 @@ class Run:
             shared, own = self._framework.capture(self._parts)
             if self._elastic:
                 own[CONSENT] = True
+            if self._nonfinite_since:
+                own["nonfinite_since"] = self._nonfinite_since
             written = self._writer.write(self.steps, shared, own, pin)
         except OSError as error:
             self._writer = None

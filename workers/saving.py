@@ -222,6 +222,8 @@ class Saver:
             damaged = group.damaged | {c.url for c in found if c.problem is not None}
             restoring = group.restore
             in_use = {restoring.url} if restoring is not None and restoring.url else set()
+            finite = next((c.url for c in found if c.problem is None and c.finite), None)  # what a roll-back would need
+            in_use |= {finite} if finite is not None else set()
             listed = [c.url for c in found if c.manifest]
             going = to_remove(listed, self.spec.keep_last, {newest.url}, in_use, damaged)
             gone = [url for url in going if await in_thread(remove, url, limit_s=STALL_S)]
@@ -311,7 +313,7 @@ def read_catalog(spec: GroupSpec, generation: int) -> tuple[tuple[CheckpointFoun
     elif not ever_committed(spec.storage_url):
         sweep(spec.storage_url, spec.attempt + 1)
         found = [c for c in found if c.manifest]
-    return tuple(CheckpointFound(c.url, c.step, c.problem) for c in found), past
+    return tuple(CheckpointFound(c.url, c.step, c.problem, c.finite) for c in found), past
 
 
 def _share(answer: Mapping[str, Any]) -> Share:

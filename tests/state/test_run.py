@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from workers.board import Board
+from workers.checkpoint.catalog import catalog
 from workers.checkpoint.slots import holdings
 from workers.checkpoint.tree import StateError, flatten
+from workers.checkpoint.writer import commit, write_share
 from workers.environment import BadEnvironment, read_environment
 from workers.frameworks.plain import Plain
 from workers.frameworks.torch import load
@@ -150,6 +152,17 @@ def test_metrics_that_are_not_finite_are_counted_on_the_board(shm: Path) -> None
         seen.append(board.read().nonfinite_since)
     assert seen == [0, 0, 0, 0, 0, 0, 4, 0]
     assert board.read().nonfinite == {"loss": 2}
+
+
+def test_a_checkpoint_tells_whether_metrics_were_finite_when_it_was_taken(shm: Path, tmp_path: Path) -> None:
+    run = rank(shm)
+    run.restore(state=1)
+    for loss in (1.0, math.nan, math.nan, math.nan, 1.0):
+        run.step(loss=loss)
+        if run.steps in (3, 4, 5):
+            share = write_share(shm, str(tmp_path), run.steps, 1, 0, 0, 1, [0])
+            commit(str(tmp_path), "job", 1, 0, run.steps, 1, [share], 0.0, 1.0)
+    assert [(c.step, c.finite) for c in catalog(str(tmp_path))] == [(5, True), (4, False), (3, True)]
 
 
 @pytest.mark.parametrize("loss", ["nan", "1.5", b"1"])

@@ -7,9 +7,25 @@ from typing import Any
 
 import pytest
 
-from tests.workers.make import END, NOW, ended, group, idle, look, rank, ranks_seen, recovery, said, silent, spec, status
-from workers.group import Doing, Seen
-from workers.messages import FailureClass, Outcome, RankPhase, RankReport
+from tests.workers.make import (
+    END,
+    NOW,
+    ended,
+    found,
+    group,
+    idle,
+    look,
+    rank,
+    ranks_seen,
+    recovery,
+    said,
+    silent,
+    spec,
+    status,
+    with_memory,
+)  # fmt: skip
+from workers.group import Doing, Group, Seen
+from workers.messages import CheckpointFound, FailureClass, Outcome, RankPhase, RankReport, RankState, RestoreOrder, Source
 from workers.restart import decide
 
 TRAINS = group(Doing.TRAINING, training=True, started_at=NOW - 15)
@@ -117,3 +133,53 @@ def test_a_script_without_steps_is_relaunched_not_recovered() -> None:
     after = decide(before, ranks_seen(silent(0, started_at=NOW - 0.5), silent(1, started_at=NOW - 0.5)), NOW)
     (event,) = [e for e in after.group.events if e.reason == "Recovered"]
     assert "relaunched in 0.500 s; the script reports no steps" in event.message
+
+
+POISONED = replace(TRAINS, spec=spec(stop_on_nan=True, max_user_errors=5), restore=None)
+BACK_AT_20 = RestoreOrder(Source.STORAGE, 20, found(20).url)
+
+
+def poisoned_then_stopped(before: Group = POISONED) -> Group:
+    return decide(before, ranks_seen(rank(0), NAN), NOW).group
+
+
+@pytest.mark.parametrize(
+    ("catalog", "reason", "restore"),
+    [
+        pytest.param(None, "ReadingCatalog", None, id="storage is asked, though memory holds the newest state"),
+        pytest.param((found(40), found(20), found(10)), "ReadingCheckpoint", BACK_AT_20, id="the newest from before"),
+        pytest.param(
+            (found(40), replace(found(30), finite=False), found(20)),
+            "ReadingCheckpoint",
+            BACK_AT_20,
+            id="a flagged one is passed over",
+        ),
+        pytest.param((found(40), found(30, "flipped"), found(20)), "ReadingCheckpoint", BACK_AT_20, id="so is a damaged one"),
+        pytest.param((found(40),), "Launching", RestoreOrder(Source.MEMORY, 40), id="none from before: as after any failure"),
+        pytest.param((), "Launching", RestoreOrder(Source.MEMORY, 40), id="no checkpoint at all"),
+    ],
+)
+def test_a_program_that_fails_on_poisoned_metrics_goes_back_behind_them(
+    catalog: tuple[CheckpointFound, ...] | None, reason: str, restore: RestoreOrder | None
+) -> None:
+    decision = decide(poisoned_then_stopped(), with_memory((40,), (40,), catalog=catalog), NOW)
+    assert (decision.reason, decision.group.restore) == (reason, restore)
+    assert ("RolledBack" in said(decision)) is (restore == BACK_AT_20)
+
+
+def test_an_infrastructure_failure_costs_no_steps_whatever_the_metrics_are() -> None:
+    before = replace(POISONED, spec=spec())
+    stopped = decide(before, ranks_seen(rank(0), replace(NAN, signal=9, ended_at=NOW, state=RankState.EXITED)), NOW).group
+    decision = decide(stopped, with_memory((40,), (40,)), NOW)
+    assert decision.group.restore == RestoreOrder(Source.MEMORY, 40)
+
+
+def test_a_roll_back_happens_once_and_what_it_left_is_never_taken_again() -> None:
+    back = decide(poisoned_then_stopped(), with_memory((40,), (40,), catalog=(found(40), found(20))), NOW).group
+    assert [(c.step, c.problem) for c in back.excluded] == [(40, "its metrics were not finite")]
+    launched = decide(back, idle(staged={found(20).url: None}), NOW).group
+    assert (launched.doing, launched.roll_back, launched.nonfinite) == (Doing.LAUNCHING, None, ())
+    assert launched.recovery is not None
+    assert (launched.recovery.incident.resumed_step, launched.recovery.incident.lost_steps) == (20, 20)
+    again = replace(POISONED, failures=launched.failures)
+    assert poisoned_then_stopped(again).reason == "NoProgress"

@@ -47,6 +47,7 @@ class CheckpointRef:
     world_size: int
     problem: str | None
     manifest: bool  # there is one, readable or not
+    finite: bool = True  # see checkpoint.format
 
 
 def catalog(storage_url: str) -> list[CheckpointRef]:
@@ -63,7 +64,7 @@ def catalog(storage_url: str) -> list[CheckpointRef]:
             manifest = _manifest(folder)
             if (manifest.step, manifest.attempt, manifest.generation) != parsed:
                 raise StateError(f"its manifest is that of step {manifest.step}, attempt {manifest.attempt}; the folder was renamed")
-            refs.append(CheckpointRef(folder.url, *parsed, manifest.world_size, None, True))
+            refs.append(CheckpointRef(folder.url, *parsed, manifest.world_size, None, True, manifest.finite))
         except StateError as error:
             refs.append(CheckpointRef(folder.url, *parsed, 0, str(error), folder.size(MANIFEST) is not None))
         except OSError as error:

@@ -16,7 +16,7 @@ from typing import Any
 
 import xxhash
 
-from workers.checkpoint.tree import StateError
+from workers.checkpoint.tree import StateError, unflatten
 
 FORMAT = 1
 FOLDER = "checkpoints"
@@ -73,6 +73,7 @@ class Manifest:
     shared: Tree
     own: dict[str, Tree]
     where: dict[str, str]
+    finite: bool = True  # no rank's metrics had been NaN or infinite for some time when it was taken
     format: int = FORMAT
 
 
@@ -115,6 +116,12 @@ def merge(shares: Sequence[Share], world_size: int) -> tuple[Tree, dict[str, Tre
     if missing:
         raise StateError(f"{len(missing)} shared arrays are in no file, the first is {missing[0]}")
     return shared, own, where, [file for share in ordered for file in share.files]
+
+
+def is_finite(own: dict[str, Tree]) -> bool:
+    """What the ranks noted of their metrics in their own part."""
+    noted = [unflatten(tree.skeleton, [None] * len(tree.leaves)) for tree in own.values()]
+    return not any(isinstance(part, dict) and part.get("nonfinite_since") for part in noted)
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:

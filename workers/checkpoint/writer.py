@@ -19,6 +19,7 @@ from workers.checkpoint.format import (
     Manifest,
     Share,
     folder_name,
+    is_finite,
     manifest_bytes,
     merge,
     rank_file,
@@ -94,7 +95,7 @@ def commit(
         if found != file.bytes:
             raise StateError(f"{folder.url}/{file.name} has {found} bytes, its writer reported {file.bytes}; not committed")
     nodes = [share.ranks for share in sorted(shares, key=lambda s: s.node_index)]
-    manifest = Manifest(job_id, attempt, generation, step, world_size, nodes, started_at, now, files, shared, own, where)
+    manifest = Manifest(job_id, attempt, generation, step, world_size, nodes, started_at, now, files, shared, own, where, is_finite(own))
     check(storage_url, Lease(job_id, attempt, generation))
     size, _ = folder.write(MANIFEST, [manifest_bytes(manifest)])
     if root.size(COMMITTED) is None:
