@@ -20,7 +20,7 @@ from pathlib import Path
 from kills import Cost, cost, first_step
 from recovery import spread
 from systems import SYSTEMS
-from systems.system import Job, Step, System
+from systems.system import Job, Step, System, end_in_order
 
 SETTLE_S = 2.0  # after the first step of a process
 
@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["api", "torchrun", "ray"])
     args = parser.parse_args()
+    end_in_order()
     rows = []
     for key in args.systems:
         with tempfile.TemporaryDirectory(prefix="ks-bench-") as folder:

@@ -20,7 +20,7 @@ from typing import Any
 
 from kills import Cost, first_step, kill, settle
 from systems import SYSTEMS
-from systems.system import Service, System
+from systems.system import Service, System, end_in_order
 
 PHASES = ("detect", "stop", "launch", "restore", "first_step")
 
@@ -113,6 +113,7 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--raw", type=Path, help="write every single number to this file, as JSON")
     args = parser.parse_args()
+    end_in_order()
     raw: dict[int, dict[str, Any]] = {}
     for ranks in args.ranks:
         seen: dict[str, Measured] = {}

@@ -15,11 +15,12 @@ from api.client import Client, ref_path
 from systems.system import SCRIPTS, START_LIMIT_S, Job, Service, environment, program, wait_for
 
 KEEPSTEP = ("-m", "api.cli")
+QUIET_S = 31.0  # equal failures of a script that reports no steps, sooner than 30 s one after the other, wait longer with each
 
 
 class KeepStep:
     def __init__(self, api: bool) -> None:
-        self.script = "four_lines.py" if api else "plain.py"
+        self.script, self.rest_s = ("four_lines.py", 0.0) if api else ("plain.py", QUIET_S)
         self.name = "KeepStep, with the API" if api else "KeepStep, torchrun's script"
 
     @contextmanager
@@ -31,15 +32,15 @@ class KeepStep:
                     record = folder / "server.json"
                     wait_for(record.exists, START_LIMIT_S, "keepstep up")
                     client = Client(json.loads(record.read_text())["address"], (folder / "token").read_text().strip())
-                    yield _Server(client, folder, self.script)
+                    yield _Server(client, folder, self.script, self.rest_s)
                     client.close()
                 finally:
                     _keepstep("down", "--state-dir", str(folder))
 
 
 class _Server:
-    def __init__(self, client: Client, state_dir: Path, script: str) -> None:
-        self._client, self._state_dir, self._script = client, state_dir, script
+    def __init__(self, client: Client, state_dir: Path, script: str, rest_s: float) -> None:
+        self._client, self._state_dir, self._script, self._rest_s = client, state_dir, script, rest_s
 
     @contextmanager
     def submit(self, folder: Path, ranks: int) -> Iterator[Job]:
@@ -49,7 +50,7 @@ class _Server:
         job = _keepstep("submit", "-d", "-f", str(spec), "--state-dir", str(self._state_dir)).strip()
         path = ref_path(job)
         try:
-            yield Job(folder, ranks, at, lambda: list(self._client.every(ref_path(job, "incidents"))))
+            yield Job(folder, ranks, at, lambda: list(self._client.every(ref_path(job, "incidents"))), self._rest_s)
         finally:
             self._client.post(f"{path}/cancel", {"grace_s": 0})
             wait_for(lambda: self._client.get(path)["state"] == "CANCELLED", START_LIMIT_S, "the end of the job")

@@ -34,12 +34,14 @@ class Step(NamedTuple):
 
 @dataclass
 class Job:
-    """One submitted training. ``incidents``: what the system itself says of its recoveries, where it says anything."""
+    """One submitted training. ``incidents``: what the system itself says of its recoveries, where it says anything. ``rest_s``: from a
+    recovery to the next kill, so long that the system does not take them for one failure that repeats."""
 
     folder: Path
     ranks: int
     submitted_at: float
     incidents: Callable[[], list[dict[str, Any]]] = list
+    rest_s: float = 0.0
     _seen: dict[int, list[Step]] = field(default_factory=dict)
     _read: dict[int, int] = field(default_factory=dict)
 
@@ -73,6 +75,11 @@ class System(Protocol):
 
     def up(self, folder: Path) -> AbstractContextManager[Service]:
         """Whatever must run before a job can be submitted."""
+
+
+def end_in_order() -> None:
+    """SIGTERM, as a time limit sends it, ends a benchmark like Ctrl-C: everything that it started goes with it."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def wait_for(check: Callable[[], Any], limit_s: float, what: str) -> Any:
