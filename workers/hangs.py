@@ -25,7 +25,7 @@ COLLECTIVES = (
     "(workers/agreement.py",
 )
 LOADER = ("(torch/utils/data/dataloader.py",)
-LOADER_IDLE = ("(multiprocessing/queues.py", "(torch/utils/data/_utils/worker.py")
+LOADER_IDLE = ("(multiprocessing/queues.py",)  # it waits for work
 INNERMOST = 8  # frames that tell what a process does
 TEXT_OF_RANK, TEXT_OF_ALL = 4096, 32_768  # characters of stacks that an incident keeps
 
@@ -69,6 +69,11 @@ def in_collective(stack: ProcessStack) -> bool:
     return _has(stack.frames[:INNERMOST], COLLECTIVES)
 
 
+def _inner(stack: ProcessStack) -> Sequence[str]:
+    """What the user's innermost line has called; it may be deep."""
+    return stack.frames[: stack.frames.index(stack.place)] if stack.place in stack.frames else stack.frames
+
+
 def _has(frames: Sequence[str], parts: Sequence[str]) -> bool:
     return any(part in frame for frame in frames for part in parts)
 
@@ -110,12 +115,12 @@ def _outside(outside: Sequence[RankReport], stacks: Mapping[int, RankStacks]) ->
     rank = outside[0]
     own = stacks[rank.rank].own
     more = f" (nor are ranks {', '.join(str(r.rank) for r in outside[1:5])})" if len(outside) > 1 else ""
-    if _has(own.frames[:INNERMOST], LOADER):
+    if _has(_inner(own), LOADER):
         for child in stacks[rank.rank].children:
             if child.os_state == "T":
                 why = f"it waits for its data loader process {child.pid}, which is stopped (SIGSTOP)"
                 return rank, why + more, FailureClass.INFRASTRUCTURE, _place(stacks, rank)
-        busy = [c for c in stacks[rank.rank].children if c.frames and not _has(c.frames[:2], LOADER_IDLE) and c.place]
+        busy = [c for c in stacks[rank.rank].children if c.frames and not _has(c.frames[:INNERMOST], LOADER_IDLE)]
         if busy:
             why = f"it waits for its data loader process {busy[0].pid}, which is in {busy[0].frames[0]}"
             return rank, why + more, FailureClass.UNKNOWN, busy[0].place

@@ -21,7 +21,11 @@ LOADER = (
     "_try_get_data (torch/utils/data/dataloader.py:1291)",
     "main (train.py:12)",
 )
-IDLE_CHILD = ProcessStack(900, "S", ("get (multiprocessing/queues.py:113)", "_worker_loop (torch/utils/data/_utils/worker.py:334)"), None)
+IDLE = ("select (selectors.py:415)", "wait (multiprocessing/connection.py:947)", "get (multiprocessing/queues.py:113)")
+# A forked process shows below its own frames those of the rank that made it.
+IDLE_CHILD = ProcessStack(
+    900, "S", (*IDLE, "_worker_loop (torch/utils/data/_utils/worker.py:334)", "main (train.py:12)"), "main (train.py:12)"
+)
 BUSY_CHILD = ProcessStack(901, "S", ("__getitem__ (data.py:5)", "fetch (torch/utils/data/_utils/fetch.py:54)"), "__getitem__ (data.py:5)")
 STOPPED_CHILD = ProcessStack(902, "T", ("__getitem__ (data.py:5)",), "__getitem__ (data.py:5)")
 
