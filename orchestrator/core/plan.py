@@ -9,7 +9,7 @@ from orchestrator.core import lifecycle
 from orchestrator.core.actions import JobStep, Plan, RemoveGroup
 from orchestrator.core.group_spec import Roots
 from orchestrator.core.model import Job, World
-from orchestrator.core.scheduling import Placement, rooms, schedule
+from orchestrator.core.scheduling import Placement, rooms, schedule, suspects
 from orchestrator.core.states import Desired, JobState, Reason
 
 
@@ -46,7 +46,7 @@ def _queue(world: World, waiting: list[Job], now: float, roots: Roots) -> dict[s
         return {}
     nodes = None if world.nodes is None else rooms(world.nodes, world.attempts.values(), world.groups)
     since = {job.id: lifecycle.waiting_since(job, world.attempts.get(job.id)) for job in waiting}
-    answers = schedule(waiting, since, nodes, now)
+    answers = schedule(waiting, since, nodes, now, {job.id: suspects(job, world.attempts.get(job.id)) for job in waiting})
     steps = {}
     for job in waiting:
         answer, attempt = answers[job.id], world.attempts.get(job.id)

@@ -2,18 +2,20 @@
 
 Invariants: a job is placed on all its nodes or on none, each node at most once; what is given away never exceeds what a node has; the
 order is (-priority, age, id); a smaller job may pass one that does not fit (backfill), but once that one has waited for
-``BACKFILL_S`` the nodes that it could use are kept for it, so it cannot be starved by jobs behind it.
+``BACKFILL_S`` the nodes that it could use are kept for it, so it cannot be starved by jobs behind it. A node on which the last attempt
+was lost is taken again only where no others have room: an idle node that fails every launch must not get every retry.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from orchestrator.core.model import Attempt, GroupView, Job, Node, NodeState, Presence
 from orchestrator.core.spec import Resources
 from orchestrator.core.states import AttemptState, Reason
-from workers.messages import NodePlace
+from workers.messages import NodePlace, Outcome
 
 BACKFILL_S = 300.0
 _ROUNDING = 1e-6  # sums of fractions of a core
@@ -105,9 +107,14 @@ def rooms(nodes: Iterable[Node], attempts: Iterable[Attempt], groups: Mapping[tu
 
 
 def schedule(
-    waiting: Sequence[Job], since: Mapping[str, float], nodes: Sequence[NodeRoom] | None, now: float
+    waiting: Sequence[Job],
+    since: Mapping[str, float],
+    nodes: Sequence[NodeRoom] | None,
+    now: float,
+    avoided: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> dict[str, Placement | Waiting]:
-    """An answer for each waiting job. ``since`` tells since when each waits (Unix seconds); ``nodes`` is None while Ray does not answer."""
+    """An answer for each waiting job. ``since`` tells since when each waits (Unix seconds); ``nodes`` is None while Ray does not answer;
+    ``avoided``: by job, nodes that are taken last."""
     answers: dict[str, Placement | Waiting] = {}
     free = {node.id: node for node in nodes or ()}
     kept: list[Room] = []  # bundles of jobs that have waited too long to be passed
@@ -117,7 +124,7 @@ def schedule(
             continue
         need, count = bundle(job.spec.resources), job.spec.resources.nodes
         usable = [node for node in free.values() if not any(node.total.holds(room) for room in kept)]
-        chosen = _choose(need, count, usable)
+        chosen = _choose(need, count, usable, avoided.get(job.id, ()))
         if chosen is not None:
             answers[job.id] = Placement(tuple(NodePlace(index, node.id) for index, node in enumerate(chosen)))
             for node in chosen:
@@ -130,12 +137,22 @@ def schedule(
     return answers
 
 
-def _choose(need: Room, count: int, nodes: Iterable[NodeRoom]) -> list[NodeRoom] | None:
-    """The ``count`` nodes that are left fullest (best fit), ties by id; None where fewer have room."""
+def suspects(job: Job, attempt: Attempt | None) -> frozenset[str]:
+    """Nodes that may have cost the job its last attempt: the blamed one, else all of an attempt that was lost before it trained."""
+    if attempt is None or attempt.outcome is not Outcome.LOST:
+        return frozenset()
+    blamed = job.open_incident.blamed_node if job.open_incident is not None else None
+    if blamed is not None:
+        return frozenset({blamed})
+    return frozenset() if attempt.started_at is not None else frozenset(place.node_id for place in attempt.nodes)
+
+
+def _choose(need: Room, count: int, nodes: Iterable[NodeRoom], avoided: Collection[str]) -> list[NodeRoom] | None:
+    """The ``count`` nodes that are left fullest (best fit), ties by id, ``avoided`` ones last; None where fewer have room."""
     fitting = [node for node in nodes if node.free.holds(need)]
     if len(fitting) < count:
         return None
-    return sorted(fitting, key=lambda node: (node.free.without(need).tightness(), node.id))[:count]
+    return sorted(fitting, key=lambda node: (node.id in avoided, node.free.without(need).tightness(), node.id))[:count]
 
 
 def _why(need: Room, count: int, nodes: Sequence[NodeRoom], position: int, *, passed_over: bool) -> Waiting:

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from orchestrator.core.model import Job, Node, NodeState
-from orchestrator.core.scheduling import BACKFILL_S, NodeRoom, Placement, Room, Waiting, rooms, schedule
+from orchestrator.core.scheduling import BACKFILL_S, NodeRoom, Placement, Room, Waiting, rooms, schedule, suspects
 from orchestrator.core.states import AttemptState
 from tests.core.make import NOW, attempt, job, node, seen, spec
+from workers.messages import FailureClass, Incident, NodePlace, Outcome
 
 
 def want(name: str, nodes: int = 1, cpus: float = 1, gpus: int = 0, memory_gb: float = 1, **changes: Any) -> Job:
@@ -72,6 +73,42 @@ def test_places_count_from_zero() -> None:
     placement = schedule([want("a", nodes=2)], {"a": NOW}, TWO, NOW)["a"]
     assert isinstance(placement, Placement)
     assert [(n.index, n.node_id) for n in placement.nodes] == [(0, "n1"), (1, "n2")]
+
+
+@pytest.mark.parametrize(
+    ("avoided", "count", "placed"),
+    [
+        ((), 1, ["n1"]),
+        (("n1",), 1, ["n2"]),
+        (("n1", "n2", "n3"), 1, ["n1"]),  # all are: better than to wait for ever
+        (("n1",), 3, ["n2", "n3", "n1"]),
+        (("other",), 1, ["n1"]),
+    ],
+)
+def test_a_retry_goes_elsewhere(avoided: tuple[str, ...], count: int, placed: list[str]) -> None:
+    answer = schedule([want("a", nodes=count)], {"a": NOW}, [room(n, 2) for n in ("n1", "n2", "n3")], NOW, {"a": avoided})["a"]
+    assert isinstance(answer, Placement)
+    assert [place.node_id for place in answer.nodes] == placed
+
+
+LOST = {"state": AttemptState.ENDED, "outcome": Outcome.LOST, "nodes": (NodePlace(0, "n1"), NodePlace(1, "n2"))}
+
+
+@pytest.mark.parametrize(
+    ("of_attempt", "blamed", "expected"),
+    [
+        (None, None, set()),
+        (LOST, None, {"n1", "n2"}),  # it never trained, and nobody knows why
+        (LOST, "n2", {"n2"}),
+        (LOST | {"started_at": NOW - 9}, "n2", {"n2"}),
+        (LOST | {"started_at": NOW - 9}, None, set()),  # it trained there
+        (LOST | {"outcome": Outcome.STOPPED}, "n2", set()),
+    ],
+)
+def test_which_nodes_are_suspect(of_attempt: dict[str, Any] | None, blamed: str | None, expected: set[str]) -> None:
+    incident = Incident("job-aaaaaaaaaaaa", 1, 0, NOW, "node_lost", FailureClass.INFRASTRUCTURE, "", "relaunch", blamed_node=blamed)
+    known = job(open_incident=incident if blamed else None)
+    assert suspects(known, None if of_attempt is None else attempt(**of_attempt)) == expected
 
 
 KEY = ("job-aaaaaaaaaaaa", 1)
