@@ -24,6 +24,7 @@ def put(group: Group, incident: Incident) -> Group:
 def new_incident(group: Group, verdict: Verdict, node: str | None, now: float, stop_reason: str | None) -> Incident:
     """``last_step`` is the newest step that this generation had finished, or had taken over."""
     at = verdict.at or now
+    where = f", on node {node[:12]}" if node is not None and verdict.rank is not None else ""
     follows = f"job stops: {stop_reason}" if stop_reason else _WHAT_FOLLOWS
     steps = [r.step for r in group.ranks if r.step and r.generation == group.generation]
     restored = group.restore.step if group.restore is not None else 0
@@ -34,7 +35,7 @@ def new_incident(group: Group, verdict: Verdict, node: str | None, now: float, s
         at=at,
         cause=verdict.cause,
         kind=verdict.kind,
-        message=f"{verdict.kind}: {verdict.evidence}; {follows}",
+        message=f"{verdict.kind}: {verdict.evidence}{where}; {follows}",
         action=STOP if stop_reason else IN_PLACE,
         blamed_rank=verdict.rank,
         blamed_node=node,

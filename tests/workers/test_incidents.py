@@ -70,3 +70,8 @@ def test_a_launch_that_never_gives_all_ranks_fails_in_time() -> None:
     assert decision.group.incidents[-1].cause == "launch_timeout"
     assert decision.actions == (StopRanks(3),)
     assert not any(isinstance(a, Launch) for a in decision.actions)
+
+
+def test_one_line_says_class_rank_node_evidence_and_what_follows() -> None:
+    after = decide(group(Doing.TRAINING, training=True), ranks_seen(rank(0), KILLED), NOW).group
+    assert after.incidents[-1].message == "infrastructure: rank 1 was ended by SIGKILL, on node n1; all ranks restart in place"
