@@ -378,7 +378,7 @@ class Agent:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 self.stuck_writes.append(writing)
-                work.add_done_callback(lambda task: task.exception())  # nobody else hears of it
+                work.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody else hears of it
                 raise StateError("the write was given up")
             return asdict(work.result())
         finally:

@@ -61,6 +61,7 @@ class Saver:
     mirror: Mirror
     task: asyncio.Task[None] | None = None
     asked: tuple[int, int] = (-1, 0)  # (generation, step) that the ranks were asked for last
+    tried: tuple[int, int] = (-1, 0)  # (generation, step) of the newest save, whatever came of it
     tested: bool = False  # this attempt's checkpoints were shown to restore, or not to
     _checking: asyncio.Task[None] | None = None  # of a drill
 
@@ -85,6 +86,8 @@ class Saver:
         step, stale = common_pin(statuses, self.spec.world_size)
         pinned = stale | ({step} if step is not None else set())
         committed = {s for s in pinned if s <= (self.group().checkpoint_step or 0)}
+        if step is not None and (self.group().generation, step) == self.tried:  # it was given back; that status may not know it yet
+            committed.add(step)
         if committed:  # a coordinator may have died between the commit and this
             self.task = asyncio.create_task(self._unpin(committed))
         elif step is not None:
@@ -127,6 +130,7 @@ class Saver:
                 await self.call("unpin", step)
 
     async def _save(self, step: int, generation: int) -> None:
+        self.tried = (generation, step)
         copied = asyncio.create_task(self.mirror.copy(step, generation))
         record, _ = await self.save(step, generation)
         if record is not None and not self.tested:

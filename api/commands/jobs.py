@@ -87,6 +87,7 @@ def _show(job: dict[str, Any]) -> None:
     show.facts(
         [(name, job[name]) for name in names]
         + [("budgets", ", ".join(f"{kind} {b['used']} of {b['limit']}" for kind, b in job["budgets"].items()))]
+        + [("checkpoint_progress", job["checkpoint_progress"])]
         + [("command", " ".join(map(repr, spec["command"]))), ("framework", spec["framework"]), ("strategy", spec["strategy"])]
         + [("ranks", f"{need['nodes']} nodes x {need['processes_per_node']}"), ("priority", job["priority"]), ("labels", job["labels"])]
         + [(name.removesuffix("_at"), show.when(job[name])) for name in ("created_at", "started_at", "ended_at", "unreachable_since")]

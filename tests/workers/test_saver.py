@@ -84,14 +84,16 @@ def hang(storage: Path, step: int, name: str = "rank-0.safetensors") -> int:
     return os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
 
 
-async def let_go(pipe: int, group: Led) -> None:
+async def let_go(group: Led, *pipes: int) -> None:
     def read() -> bool:
-        with contextlib.suppress(BlockingIOError):
-            os.read(pipe, 1 << 20)
+        for pipe in pipes:
+            with contextlib.suppress(BlockingIOError):
+                os.read(pipe, 1 << 20)
         return all(write.done for write in group.agents[0].stuck_writes)
 
     await group.until(read)
-    os.close(pipe)
+    for pipe in pipes:
+        os.close(pipe)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -107,8 +109,22 @@ def test_storage_that_hangs_holds_up_neither_the_next_nor_the_end(tmp_path: Path
             assert len(group.agents[0].stuck_writes) == 1
             await group.until(lambda: len(group.group.checkpoints) >= 2)
             assert 20 not in [c.step for c in group.group.checkpoints]
-            await let_go(pipe, group)
+            await let_go(group, pipe)
             assert [c.step for c in catalog(str(tmp_path)) if c.step == 20 and c.problem is None] == []
+
+    asyncio.run(run())
+
+
+@pytest.mark.usefixtures("impatient")
+def test_no_more_than_two_writes_are_left_hanging(tmp_path: Path) -> None:
+    async def run() -> None:
+        pipes = [hang(tmp_path, step) for step in (200, 400)]
+        async with led(led_spec(tmp_path, every_steps=200)) as group:
+            await group.launch()
+            await group.until(lambda: group.heard("CheckpointFailed"))
+            assert len(group.heard("CheckpointStalled")) == 2
+            assert group.heard("CheckpointFailed")[0] == f"step 600: 2 earlier writes still hang in {tmp_path}, which must answer first"
+            await let_go(group, *pipes)
 
     asyncio.run(run())
 
@@ -133,7 +149,7 @@ def test_the_final_save_has_a_limit_and_tells(tmp_path: Path) -> None:
             problem = await group.saver.save_final(group.seen())
             assert problem is not None
             assert "has taken no byte" in problem
-            await let_go(pipe, group)
+            await let_go(group, pipe)
 
     asyncio.run(run())
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.workers.make import rank, spec, status
 from workers.checkpoint.format import FOLDER, MANIFEST, Share, Tree, folder_name
+from workers.checkpoint.lease import OWNER, Fenced, Lease, claim, read_lease
 from workers.checkpoint.writer import commit
 from workers.messages import AgentStatus, CheckpointFound, CheckpointRecord, GroupSpec
 from workers.saving import common_pin, read_catalog
@@ -129,6 +130,21 @@ def test_a_renamed_folder_is_not_taken(given: GroupSpec) -> None:
     catalog = found_in(given)
     assert short(catalog) == [(99, False)]
     assert "the folder was renamed" in (catalog[0].problem or "")
+
+
+def test_the_folder_of_another_job_is_refused(given: GroupSpec) -> None:
+    claim(given.storage_url, Lease("job-y", 9, 9))
+    with pytest.raises(Fenced, match="belongs to job job-y, not to job-x; a folder belongs to one job: choose another"):
+        read_catalog(given, -1)
+    assert read_lease(given.storage_url) == Lease("job-y", 9, 9)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"job_id": 1}', "null"])
+def test_a_lease_that_cannot_be_understood_counts_as_none(given: GroupSpec, text: str) -> None:
+    (Path(given.storage_url) / OWNER).write_text(text)
+    assert read_lease(given.storage_url) is None
+    claim(given.storage_url, Lease("job-x", 3, 4))
+    assert read_lease(given.storage_url) == Lease("job-x", 3, 4)
 
 
 def test_foreign_folders_are_left_alone(given: GroupSpec) -> None:
