@@ -124,3 +124,44 @@ def test_a_bundle_that_hides_our_package_is_refused_and_its_other_names_are_the_
     job = server.submit(files, **(PLAIN | {"resources": {"nodes": 1}}))
     assert job.wait()["state"] == "SUCCEEDED"
     assert "user api / user orchestrator" in job.log(0)
+
+
+POISONED = """
+import math, os, time
+import workers
+
+run = workers.start()
+state = run.restore(state={"w": 0.0}).state
+bad = 0
+while run.steps < 40:
+    poisoned = run.steps >= 24 and os.environ["KEEPSTEP_GENERATION"] == "0"
+    state = {"w": math.nan if poisoned else state["w"] + 1}
+    run.step(state=state, loss=state["w"])
+    bad = bad + 1 if poisoned else 0
+    print(f"step={run.steps} w={state['w']}", flush=True)
+    time.sleep(0.1)
+    if bad == 8:
+        raise FloatingPointError("the loss is not a number any more")
+"""
+
+
+def test_a_program_that_fails_on_nan_goes_back_to_the_state_before(server: Server) -> None:
+    spec = {"framework": "plain", "resources": {"nodes": 1}, "restart": {"max_user_errors": 1}}
+    job = server.submit({"train.py": POISONED}, checkpoint={"every_steps": 10}, success={"steps": 40}, **spec)
+    assert job.wait()["state"] == "SUCCEEDED"
+    (incident,) = job.items("incidents")
+    assert (incident["cause"], incident["class"], incident["restored_from"]) == ("exception", "user_error", "storage")
+    assert (incident["resumed_step"], incident["lost_steps"]) == (20, 12)
+    assert {"NonFinite", "RolledBack"} <= set(job.reasons())
+    assert "step=40 w=40.0" in job.log(0)
+
+
+def test_ranks_that_leave_with_0_before_the_end_have_not_succeeded(server: Server) -> None:
+    swallows = "try:\n    raise ValueError('bad data')\nexcept ValueError as error:\n    print('ignored', error)\n"
+    job = server.submit({"train.py": swallows}, success={"files": ["model.pt"]}, **PLAIN)
+    ended = job.wait()
+    assert (ended["state"], ended["reason"]) == ("FAILED", "Incomplete")
+    assert "success.files lacks model.pt" in ended["message"]
+    job = server.submit({"train.py": swallows}, **PLAIN)
+    assert job.wait()["state"] == "SUCCEEDED"
+    assert "FinishedWithoutProgress" in job.reasons()
