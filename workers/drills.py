@@ -67,7 +67,7 @@ def _small_cgroup(pid: int) -> Path:
     own = memory_folder(pid)
     if own is None:
         raise FileNotFoundError(2, "no memory cgroup is to be seen")
-    folder = own / f"keepstep-drill-{pid}"
+    folder = small_cgroup(own, pid)
     folder.mkdir()
     try:
         old = folder / "memory.limit_in_bytes"
@@ -80,9 +80,14 @@ def _small_cgroup(pid: int) -> Path:
     return folder
 
 
+def small_cgroup(own: Path, pid: int) -> Path:
+    """The cgroup of an oom drill below the one that the rank is in."""
+    return own / f"keepstep-drill-{pid}"
+
+
 def remove_cgroup(folder: Path | None) -> None:
-    """After the rank's end; a folder that is not of a drill stays."""
-    if folder is not None and folder.name.startswith("keepstep-drill-"):
+    """After the rank's end; as long as something lives in it, it stays."""
+    if folder is not None:
         with contextlib.suppress(OSError):
             folder.rmdir()
 

@@ -24,10 +24,11 @@ from typing import Any
 from workers.board import Board
 from workers.checkpoint.trial import TRIAL_ANSWER, RestoreTrial, clear, read_answer
 from workers.disks import full
-from workers.drills import inject, remove_cgroup
+from workers.drills import inject, remove_cgroup, small_cgroup
 from workers.environ import launcher_environment, rank_environment
 from workers.launcher import MESSAGE_BYTES
 from workers.logs import LogPump, log_name
+from workers.memory import memory_folder
 from workers.messages import ErrorReport, GroupSpec, LaunchOrder, RankReport, RankState
 from workers.ports import ReservedPort
 from workers.processes import end_group, os_state
@@ -65,6 +66,7 @@ class Ranks:
         self._link: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._early_deaths = 0  # of launchers that were never ready
+        self._drill_cgroup: Path | None = None  # of the newest oom drill
         self.drilled: str | None = None  # a drill that will end the whole agent
         self._stores: dict[int, asyncio.Future[int]] = {}
         self._killed: dict[int, asyncio.Future[list[int]]] = {}
@@ -205,7 +207,7 @@ class Ranks:
             oom_killed=known.signs.oom_killed() if code != 0 else None,
             disk_full=known.report.disk_full or (full(self._folders) if code > 0 and not known.report.ours else None),
         )
-        remove_cgroup(known.signs.memory.folder if known.signs.memory is not None else None)
+        remove_cgroup(self._drill_cgroup)
         self._changed()
 
     def _error(self, rank: int) -> ErrorReport | None:
@@ -292,7 +294,8 @@ class Ranks:
         pid = rank.report.pid if rank is not None and rank.report.ended_at is None else None
         if rank is None or pid is None:
             raise ValueError(f"rank {number} does not run now")
-        before = rank.report
+        before, own = rank.report, memory_folder(pid)
+        self._drill_cgroup = small_cgroup(own, pid) if own is not None and fault == "oom" else self._drill_cgroup
         rank.report = replace(before, drill=fault)  # known before its end can be heard of
         try:
             python = parse_python(list(self.spec.command)) is not None
@@ -386,6 +389,7 @@ class Ranks:
             self._process.kill()
             self._process.wait()
         left = end_group(f"{self.spec.key}.{self.index}")
+        remove_cgroup(self._drill_cgroup)
         self.port.free()
         for number in self.numbers:
             self._pump.close(number)
