@@ -224,7 +224,7 @@ class Saver:
             found = await in_thread(catalog, self.spec.storage_url, limit_s=STALL_S)
             group = self.group()
             damaged = group.damaged | {c.url for c in found if c.problem is not None}
-            restoring = group.restore
+            restoring = None if group.training else group.restore  # ranks that train have read it
             in_use = {restoring.url} if restoring is not None and restoring.url else set()
             finite = next((c.url for c in found if c.problem is None and c.finite), None)  # what a roll-back would need
             in_use |= {finite} if finite is not None else set()

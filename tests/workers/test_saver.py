@@ -7,6 +7,7 @@ import contextlib
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from workers import saving
 from workers.checkpoint.catalog import catalog, pin, verify
 from workers.checkpoint.format import FOLDER, folder_name
 from workers.checkpoint.lease import Lease, claim, read_lease
+from workers.messages import RestoreOrder, Source
 from workers.saving import read_catalog
 
 
@@ -56,7 +58,26 @@ def test_a_pinned_one_outlives_retention(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_the_one_that_is_being_restored_outlives_retention(tmp_path: Path) -> None:
+    """A write that was begun before a failure may end while ranks restore."""
+
+    async def run() -> None:
+        async with led(led_spec(tmp_path, every_steps=10, keep_last=2)) as group:
+            await group.launch()
+            await group.until(lambda: group.group.checkpoints)
+            first = group.group.checkpoints[0]
+            restoring = RestoreOrder(Source.STORAGE, first.step, first.url)
+            group.group = replace(group.group, restore=restoring, training=False)
+            await group.until(lambda: len(group.group.checkpoints) >= 5 and group.group.pruned)
+            assert first.url in [c.url for c in catalog(str(tmp_path))]
+            group.group = replace(group.group, training=True)
+            await group.until(lambda: first.url in group.group.pruned)
+
+    asyncio.run(run())
+
+
 def test_by_time_at_the_interval_that_cost_and_failures_ask_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "LEAD_S", 0.1)
     monkeypatch.setattr("workers.checkpoint.interval.FIRST_S", 0.2)
     monkeypatch.setattr("workers.checkpoint.interval.LEAST_S", 0.1)
     monkeypatch.setattr("workers.checkpoint.interval.PRIOR_S", 0.5)
@@ -71,7 +92,7 @@ def test_by_time_at_the_interval_that_cost_and_failures_ask_for(tmp_path: Path, 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "STALL_S", 0.5)
+    monkeypatch.setattr(saving, "STALL_S", 0.25)
     monkeypatch.setattr(saving, "LOOK_S", 0.05)
 
 
