@@ -16,8 +16,8 @@ from workers.processes import SHM
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
-SPEC = {"checkpoint": {"every_steps": 20, "snapshot_every_steps": 1}, "resources": {"nodes": 2, "processes_per_node": 1}}
-COMMAND = ["python", "train.py", "--steps", "140", "--sample", "1"]
+SPEC = {"checkpoint": {"every_steps": 15, "snapshot_every_steps": 1}, "resources": {"nodes": 2, "processes_per_node": 1}}
+COMMAND = ["python", "train.py", "--steps", "80", "--sample", "1"]
 
 
 def memory(job: Job, node: int) -> Path:
@@ -74,14 +74,14 @@ def test_damaged_and_lost_memory_is_made_whole_by_the_other_node(server: Server)
     assert (incident["restored_from"], incident["blamed_rank"]) == ("peer", 1)
     assert incident["lost_steps"] in (0, 1)
 
-    job.wait_step(50)
+    job.wait_step(35)
     _, victim = stop(job)
     step = wait_for("a memory checkpoint", lambda: mirrored(job))
     shutil.rmtree(memory(job, 1))
     kill(victim)
     incident = recovered(job, 2)
     assert (incident["restored_from"], incident["resumed_step"]) == ("peer", step)
-    assert step % 20 == 0
+    assert step % 15 == 0
 
     assert job.wait(120)["state"] == "SUCCEEDED"
     assert job.reasons().count("PeerStateTaken") == 2
