@@ -19,47 +19,28 @@ from pathlib import Path
 from typing import Any
 
 from workers.checkpoint import peers
-from workers.checkpoint.background import in_thread
-from workers.checkpoint.catalog import UNREADABLE, stage, unstage
-from workers.checkpoint.format import Share
+from workers.checkpoint.catalog import unstage
 from workers.checkpoint.slots import discard_newer, holdings, pinned_steps, unpin
-from workers.checkpoint.tree import StateError
 from workers.checkpoint.trial import RestoreTrial
-from workers.checkpoint.writer import write_share
 from workers.exchange import Exchange
 from workers.group import Kept
 from workers.kept import read_kept, write_kept
-from workers.messages import AgentStatus, Copy, Fetch, GroupSpec, Holding, LaunchOrder, Offer, RankStacks, SaveProgress, Source
+from workers.messages import AgentStatus, Copy, Fetch, GroupSpec, Holding, LaunchOrder, Offer, RankStacks, Source
 from workers.neighbours import Neighbour
 from workers.processes import SHM, end_group, remove_shared_memory
 from workers.ranks import Ranks
+from workers.share_writer import ShareWriter
 from workers.stacks import TAKE_S, take
+from workers.staging import bring, staged_name
 from workers.workdir import CannotPrepare, local_path, missing, prepare
 
 BEAT_S = 0.5  # longest silence of a poll
 LOOK_S = 0.02  # between two readings of the boards
 LEASE_S = 60.0
-STAGE_TRIES = 3
-MAX_STUCK_WRITES = 2  # given up, but still in the hands of a storage that does not answer
 
 
 class StaleLeader(Exception):
     """The order came from a coordinator that has been replaced."""
-
-
-class ShareWrite:
-    """The write of a share while it lasts. ``abandon`` ends it at its next piece, and for its caller at once."""
-
-    def __init__(self, step: int) -> None:
-        self.progress = SaveProgress(step, 0, 0)
-        self.abandoned = asyncio.Event()
-        self.done = False
-
-    def wrote(self, count: int, total: int) -> None:
-        """Called by the writing thread."""
-        if self.abandoned.is_set():
-            raise StateError("its coordinator gave the write up")
-        self.progress = SaveProgress(self.progress.step, count, total)
 
 
 class Agent:
@@ -80,8 +61,6 @@ class Agent:
         self.stuck: list[int] = []
         self.staged: dict[str, str | None] = {}
         self.staging: set[str] = set()
-        self.writing: ShareWrite | None = None
-        self.stuck_writes: list[ShareWrite] = []
         self.pinned: dict[int, int] = {}
         self.stacks: tuple[float | None, tuple[RankStacks, ...]] = (None, ())  # the request that they answer
         self._taking: float | None = None
@@ -95,6 +74,7 @@ class Agent:
         self.kept = self._written = read_kept(self.shm)
         logs = local_path(spec.storage_url) or self.shm
         self.ranks = Ranks(spec, index, self.shm, logs, self._changed, loopback=address.startswith("127."))
+        self.shares = ShareWriter(spec, index, self.shm, self.ranks.numbers)
         self.exchange = Exchange(
             self.shm,
             index,
@@ -196,7 +176,7 @@ class Agent:
             notes=tuple(self.ranks.log_problems),
             copies=self.copies if stopped else (),
             unfetched=dict(self.exchange.unfetched),
-            saving=self.writing.progress if self.writing else None,
+            saving=self.shares.progress,
         )
 
     # orders of the coordinator; each answers with the status
@@ -250,7 +230,7 @@ class Agent:
         self.exchange.unfetched.clear()
         self.held, self.copies = (), ()
         self.stacks, self._missing = (None, ()), None
-        staged = _stage_name(order.restore.url) if order.restore.url else None
+        staged = staged_name(order.restore.url) if order.restore.url else None
         self.ranks.launch(order, staged)
         if self.index == 0 and self.spec.framework == "pytorch":  # the next generation's store listens before it is needed
             asyncio.get_running_loop().call_later(0.2, self._store_ahead, order.generation + 1)
@@ -281,7 +261,7 @@ class Agent:
         """Verify the snapshots; pins of checkpoints that nobody writes any more are given back."""
         found = await asyncio.to_thread(holdings, self.shm, self.ranks.numbers, True)
         for holding in found:
-            if holding.pinned and (self.writing is None or holding.step != self.writing.progress.step):
+            if holding.pinned and (self.shares.progress is None or holding.step != self.shares.progress.step):
                 unpin(self.shm, self.ranks.numbers, holding.step)
         self.pinned = {}
         self.held = tuple(found)
@@ -311,28 +291,18 @@ class Agent:
         if url not in self.staged and url not in self.staging:
             self.staging.add(url)
             try:
-                name = _stage_name(url)
-                self.staged[url] = await self._stage(url, name)
+                self._make_shm()
+                self.staged[url] = await bring(url, self.shm, self.ranks.numbers, self.spec.world_size)
             finally:
                 self.staging.discard(url)
             self._changed()
         return self.status()
 
-    async def _stage(self, url: str, name: str) -> str | None:
-        """A storage that does not answer for a moment is no damaged checkpoint: it is asked again."""
-        self._make_shm()
-        for again in range(STAGE_TRIES):
-            problem = await asyncio.to_thread(stage, url, self.shm, name, self.ranks.numbers, self.spec.world_size)
-            if problem is None or not problem.startswith(UNREADABLE):
-                return problem
-            await asyncio.sleep(2.0 * (again + 1))
-        return problem
-
     async def unstage(self, term: int) -> AgentStatus:
         """The ranks have restored: free the memory of staged checkpoints."""
         self._obey(term)
         for url in list(self.staged):
-            await asyncio.to_thread(unstage, self.shm, _stage_name(url))
+            await asyncio.to_thread(unstage, self.shm, staged_name(url))
             self.staged.pop(url, None)
         return self.status()
 
@@ -368,38 +338,12 @@ class Agent:
     async def write_share(self, term: int, step: int, generation: int) -> dict[str, Any]:
         """Write this node's share of the checkpoint of ``step`` from its snapshots; keeps them until it is done."""
         self._obey(term)
-        self.stuck_writes = [w for w in self.stuck_writes if not w.done]
-        if len(self.stuck_writes) >= MAX_STUCK_WRITES:
-            raise StateError(f"{len(self.stuck_writes)} earlier writes still hang in {self.spec.storage_url}, which must answer first")
-        writing = self.writing = ShareWrite(step)
-        work = asyncio.create_task(self._write(writing, generation))
-        gone = asyncio.create_task(writing.abandoned.wait())
-        try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                self.stuck_writes.append(writing)
-                work.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody else hears of it
-                raise StateError("the write was given up")
-            return asdict(work.result())
-        finally:
-            gone.cancel()
-            if self.writing is writing:
-                self.writing = None
-
-    async def _write(self, writing: ShareWrite, generation: int) -> Share:
-        spec = self.spec
-        which = (spec.storage_url, writing.progress.step, spec.attempt, generation)
-        place = (self.index, len(spec.nodes), self.ranks.numbers)
-        try:
-            return await in_thread(write_share, self.shm, *which, *place, writing.wrote)
-        finally:
-            writing.done = True
+        return asdict(await self.shares.write(step, generation))
 
     async def abandon_share(self, term: int, step: int) -> None:
         """Storage does not answer: whoever waits for the share of ``step`` is released, and the write ends when it can."""
         self._obey(term)
-        if self.writing is not None and self.writing.progress.step == step:
-            self.writing.abandoned.set()
+        self.shares.abandon(step)
 
     async def try_restore(self, term: int, url: str, step: int) -> RestoreTrial | None:
         """Read a checkpoint back in a child of the launcher, as ranks would; None where the child was ended before it could tell."""
@@ -449,7 +393,3 @@ class Agent:
         left = self.ranks.close()
         await asyncio.to_thread(remove_shared_memory, f"{self.spec.key}.{self.index}")
         return left
-
-
-def _stage_name(url: str) -> str:
-    return "staged-" + url.rstrip("/").rsplit("/", 1)[-1]

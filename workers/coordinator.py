@@ -14,11 +14,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from workers.agent import Agent, StaleLeader
+from workers.agent import StaleLeader
+from workers.agents import NodeGone, make_agent
 from workers.checkpoint.background import in_thread
 from workers.checkpoint.lease import Fenced
 from workers.clocks import Offset, on_our_clock
@@ -42,7 +41,7 @@ from workers.group import (
 )
 from workers.messages import AgentStatus, CheckpointFound, GroupPhase, GroupReport, GroupSpec, LaunchOrder, Source, check_schema
 from workers.mirroring import Mirror
-from workers.neighbours import agent_name
+from workers.news import News
 from workers.restart import decide
 from workers.saving import Saver, read_catalog
 
@@ -55,50 +54,6 @@ LONG_ORDERS = frozenset({"write_share", "stage", "copy_slots", "guard_copies", "
 
 def coordinator_name(key: str) -> str:
     return f"{key}.coordinator"
-
-
-class News:
-    """Counts what the control plane shall hear of at once, without its next poll: another phase, generation or incident."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._known: tuple[object, ...] = ()
-        self._more = asyncio.Event()
-
-    def look(self, group: Group) -> None:
-        known = (group.shown[0], group.generation, len(group.incidents), sum(i.recovered_at is not None for i in group.incidents))
-        if known != self._known:
-            self._known = known
-            self.count += 1
-            self._more.set()
-            self._more = asyncio.Event()
-
-    async def after(self, seen: int) -> int:
-        while self.count <= seen:
-            await self._more.wait()
-        return self.count
-
-
-class NodeGone(Exception):
-    """Ray says that the node is not alive."""
-
-
-def make_agent(spec: GroupSpec, index: int) -> Any:
-    """The agent of one node, found or made; whoever comes first makes it. Raises NodeGone."""
-    node = next((n for n in ray.nodes() if n["NodeID"] == spec.nodes[index].node_id), None)
-    if node is None or not node["Alive"]:
-        raise NodeGone(f"node {spec.nodes[index].node_id} has left the cluster")
-    options: dict[str, Any] = {
-        "name": agent_name(spec.key, index),
-        "lifetime": "detached",
-        "get_if_exists": True,
-        "num_cpus": spec.cpus_per_node,
-        "num_gpus": spec.gpus_per_node,
-        "max_restarts": 0,  # Ray reports the death of an actor that it does not restart in 20 ms; we make the next one
-        "max_concurrency": 1000,
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(ray.util.get_placement_group(spec.key), placement_group_bundle_index=index),
-    }
-    return ray.remote(Agent).options(**options).remote(spec, index, node["NodeManagerAddress"])
 
 
 class Coordinator:

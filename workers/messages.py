@@ -319,6 +319,9 @@ class LaunchOrder:
     agent_store: bool  # a store is served at that port; else rank 0 may bind it
 
 
+UNREADABLE = "it cannot be read"  # how a problem begins that may be of the moment: storage, not the checkpoint, is at fault
+
+
 @dataclass(frozen=True)
 class CheckpointFound:
     """An entry of the job's storage, newest first in a list. ``problem``: why it cannot be used."""

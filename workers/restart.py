@@ -33,7 +33,7 @@ from workers.group import (
 from workers.hangs import judge_hang
 from workers.incidents import close_all, new_incident
 from workers.locating import from_peers, whole_in_memory, without_storage
-from workers.messages import CheckpointFound, FailureClass, Outcome, RankReport, RestoreOrder, Source
+from workers.messages import UNREADABLE, CheckpointFound, FailureClass, Outcome, RankReport, RestoreOrder, Source
 from workers.verdict import Verdict, failed, judge, judge_metrics, judge_success, only_secondary, secondary
 from workers.watching import Silence, settled, silence, training_since
 
@@ -127,6 +127,9 @@ def _locate(group: Group, seen: Seen, now: float) -> Decision:
         group = replace(group, excluded=group.excluded + tuple(skipped), restore=RestoreOrder(Source.STORAGE, taken.step, taken.url))
         return decide(group.go(Doing.STAGING, now), seen, now)
     complete_but_bad = [*group.excluded, *[c for c in seen.catalog if c.problem is not None and c.url not in bad]]
+    unread = next((c for c in complete_but_bad if (c.problem or "").startswith(UNREADABLE)), None)
+    if unread is not None:
+        return _storage_away(group, seen, now, f"step {unread.step} at {unread.url}: {unread.problem}")
     if complete_but_bad:
         listed = "; ".join(f"step {c.step}: {c.problem}" for c in complete_but_bad[:10])
         message = f"no checkpoint can be restored, and starting from zero would lose all steps: {listed}"

@@ -28,7 +28,7 @@ from tests.workers.make import (
 )
 from workers.failing import LAUNCH_S
 from workers.group import AGENT_LOST_S, AGENT_RETURN_S, AgentSeen, Doing, Group, Launch, ReadCatalog, Seen, Stage, StopRanks, new_group
-from workers.messages import FailureClass, Outcome, RestoreOrder, Source
+from workers.messages import UNREADABLE, FailureClass, Outcome, RestoreOrder, Source
 from workers.restart import PLACING_S, decide
 
 SILENT = AgentSeen(1, None, NOW - 10)
@@ -202,6 +202,9 @@ def test_a_node_that_never_gets_warm_is_a_start_timeout() -> None:
         pytest.param(idle(catalog=(found(36, "a"), found(30, "b"))), {}, Doing.CLOSING, STOP, "NoValidCheckpoint", id="all damaged"),
         pytest.param(
             idle(catalog=()), {"excluded": (found(30, "b"),)}, Doing.CLOSING, STOP, "NoValidCheckpoint", id="the only one was found bad"
+        ),
+        pytest.param(
+            idle(catalog=(found(30, UNREADABLE),)), {}, Doing.CLOSING, STOP, "StorageUnavailable", id="the only one cannot be read now"
         ),
         pytest.param(idle(catalog=()), {}, Doing.LAUNCHING, launch(NOTHING), "Launching", id="nothing anywhere"),
         pytest.param(idle(catalog_problem="EIO"), {}, Doing.LOCATING, (ReadCatalog(),), "ReadingCatalog", id="storage away, tried again"),

@@ -32,8 +32,7 @@ from workers.checkpoint.format import (
 from workers.checkpoint.lease import read_lease
 from workers.checkpoint.storage import LocalFolder, RemoteFolder, open_folder
 from workers.checkpoint.tree import StateError
-
-UNREADABLE = "it cannot be read"  # how a problem begins that may be of the moment: storage, not the checkpoint, is at fault
+from workers.messages import UNREADABLE
 
 
 @dataclass(frozen=True)

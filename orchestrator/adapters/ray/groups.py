@@ -100,7 +100,8 @@ class RayGroups:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        from workers.coordinator import Coordinator, NodeGone, coordinator_name, make_agent
+        from workers.agents import NodeGone, make_agent
+        from workers.coordinator import Coordinator, coordinator_name
 
         if self._placement_group(spec.key) is None:
             bundle: dict[str, float] = {"CPU": spec.cpus_per_node, "memory": int(spec.memory_gb * _GIB)}

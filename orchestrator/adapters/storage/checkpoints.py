@@ -10,6 +10,7 @@ from orchestrator.ports import Archive, Unavailable
 from workers.checkpoint import archive as archives
 from workers.checkpoint import catalog
 from workers.checkpoint.tree import StateError
+from workers.messages import UNREADABLE
 
 READERS = 4
 T = TypeVar("T")
@@ -27,7 +28,7 @@ class StoredCheckpoints:
             problem = catalog.verify(url)
         finally:
             self._free.release()
-        if problem is not None and problem.startswith(catalog.UNREADABLE):
+        if problem is not None and problem.startswith(UNREADABLE):
             raise Unavailable(f"{url}: {problem}")
         return problem
 
