@@ -163,7 +163,7 @@ class RankOut(BaseModel):
             pid=rank.pid, state=rank.state, phase=rank.phase, phase_at=utc_or_none(rank.phase_at), step=rank.step,
             step_at=utc_or_none(rank.step_at), step_seconds=rank.step_seconds, exit_code=rank.exit_code, signal=rank.signal,
             started_at=utc_or_none(rank.started_at), ended_at=utc_or_none(rank.ended_at),
-            error=None if rank.error is None else messages.to_json(rank.error),
+            error=None if rank.error is None else {name: getattr(rank.error, name) for name in ("type", "message", "traceback", "place")},
         )  # fmt: skip
 
 
