@@ -173,7 +173,7 @@ class Agent:
             missing_files=self._missing,
             stacks_of=self.stacks[0],
             stacks=self.stacks[1],
-            notes=tuple(self.ranks.log_problems),
+            notes=tuple(self.ranks.notes),
             copies=self.copies if stopped else (),
             unfetched=dict(self.exchange.unfetched),
             saving=self.shares.progress,

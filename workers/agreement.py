@@ -1,8 +1,8 @@
 """What the ranks of a group agree on without a collective: the snapshot interval, and the step at which to stop.
 
 Rank 0 decides and posts; the others look at the group's store at steps that all know. It relies on synchronous training: when a rank has
-finished step s + 2, rank 0 has finished step s. A rank that does not find a post keeps what it has, so a late post costs snapshots that
-match, never a wrong state. Invariant: nothing here waits for another rank.
+finished step s + 2, rank 0 has finished step s. A rank that does not find a post keeps what it has and looks again, so a late post costs
+a few snapshots that match, never a wrong state. Invariant: nothing here waits for another rank.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Agreement:
         self._store: Store = store if store is not None and world_size > 1 else Alone()
         self._leads = rank == 0 or store is None
         self._alone = world_size == 1 or store is None
+        self.common = world_size == 1 or store is not None  # what one rank decides, all take
         self.stop_at: int | None = None
 
     def post_interval(self, step: int, every: int) -> None:

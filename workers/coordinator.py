@@ -230,8 +230,8 @@ class Coordinator:
         if known is not None and known.incarnation == status.incarnation and known.version > status.version:
             return
         told = len(known.notes) if known is not None and known.incarnation == status.incarnation else 0
-        for rank, text in status.notes[told:]:
-            self._update(self.group.say(time.time(), "LogProblem", text, rank))
+        for rank, reason, text in status.notes[told:]:
+            self._update(self.group.say(time.time(), reason, text, rank))
         now = time.time()
         offsets = self._offsets.setdefault(index, Offset())
         offsets.heard(status, now)

@@ -292,7 +292,7 @@ class AgentStatus:
     missing_files: tuple[str, ...] | None = None  # of success_files, once all ranks here have ended with 0
     stacks_of: float | None = None  # the request that ``stacks`` answers
     stacks: tuple[RankStacks, ...] = ()
-    notes: tuple[tuple[int, str], ...] = ()  # (rank, sentence) that the user should hear, oldest first
+    notes: tuple[tuple[int, str, str], ...] = ()  # (rank, reason, sentence) that the user should hear, oldest first
     copies: tuple[Copy, ...] = ()  # of memory checkpoints; told when stopped
     unfetched: dict[int, str] = field(default_factory=dict)  # step -> why this node's snapshots cannot be made whole from other nodes
     saving: SaveProgress | None = None  # this node's share of a checkpoint

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.board import Board
+from workers.checkpoint.admission import REASON, notes
 from workers.checkpoint.trial import TRIAL_ANSWER, RestoreTrial, clear, read_answer
 from workers.disks import full
 from workers.drills import inject, remove_cgroup, small_cgroup
@@ -58,11 +59,12 @@ class Ranks:
         self.generation = spec.first_generation - 1
         self.ready = False
         self.problem: str | None = None
-        self.log_problems: list[tuple[int, str]] = []
+        self.notes: list[tuple[int, str, str]] = []  # (rank, reason, sentence)
+        self._told: frozenset[int] = frozenset()  # notes on too little memory that were passed on
         self._changed = changed
         self._loopback = loopback
         self._ranks: dict[int, _Rank] = {}
-        self._pump = LogPump(lambda rank, text: self.log_problems.append((rank, text)))
+        self._pump = LogPump(lambda rank, text: self.notes.append((rank, "LogProblem", text)))
         self._link: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._early_deaths = 0  # of launchers that were never ready
@@ -349,7 +351,10 @@ class Ranks:
                 self._read_board(rank)
                 if rank.report.pid is not None:
                     rank.signs.look(rank.report.pid, self._pump.progress(number), self.spec.silence_s is not None)
-        if before != [urgent(r.report) for r in self._ranks.values()]:
+        degraded = notes(self.shm, self._told)
+        self._told |= degraded.keys()
+        self.notes += [(rank, REASON, text) for rank, text in degraded.values()]
+        if degraded or before != [urgent(r.report) for r in self._ranks.values()]:
             self._changed()
 
     def request_checkpoint(self, step: int) -> None:

@@ -21,9 +21,11 @@ from typing import Any, Protocol
 
 from workers.agreement import LAG, Agreement, Store
 from workers.board import Board
+from workers.checkpoint.admission import leave_note, sentence
 from workers.checkpoint.cadence import Cadence, decision_at
 from workers.checkpoint.elastic import CONSENT, adapt
 from workers.checkpoint.reader import Restored, read_snapshot, read_staged
+from workers.checkpoint.slots import SLOTS
 from workers.checkpoint.snapshot import SnapshotWriter
 from workers.checkpoint.tree import StateError, StateGone
 from workers.environment import Environment, read_environment
@@ -65,11 +67,13 @@ class Run:
         self._framework = framework
         self._board = Board.open(environment.shm / f"board-{place.rank}") if environment.shm else None
         self._agreement = Agreement(framework.store, place.rank, place.world_size)
-        self._cadence = Cadence(environment.snapshot_every)
+        self._cadence = Cadence(environment.snapshot_every, agreed=self._agreement.common)
+        self._sought: int | None = None  # the step of a decision that was not found yet
         self._parts: dict[str, Any] | None = None
         self._elastic = False
         self._counters: list[Any] = []  # parts that want to know of each finished step
         self._writer: SnapshotWriter | None = None
+        self._slots = SLOTS  # that memory had room for when it was last told
         self._phase = RankPhase.START
         self._owed = False  # a snapshot was due while the ranks were adrift
         self._step_ended: float | None = None
@@ -210,7 +214,9 @@ class Run:
             if decision_at(step):
                 self._agreement.post_interval(step, self._cadence.decide())
             if step > LAG and decision_at(step - LAG):
-                self._cadence.every = self._agreement.interval(step - LAG) or self._cadence.every
+                self._sought = step - LAG
+            if self._sought is not None and (every := self._agreement.interval(self._sought)):
+                self._cadence.every, self._sought = every, None
         if self._told_to_stop:
             self._agreement.seek_stop(step, self._step_seconds)
 
@@ -227,6 +233,9 @@ class Run:
     def _snapshot(self, pin: bool) -> None:
         assert self._writer is not None
         assert self._parts is not None
+        assert self._environment.shm is not None
+        if not self._writer.takes(pin):
+            return
         begun = time.perf_counter()
         try:
             shared, own = self._framework.capture(self._parts)
@@ -237,15 +246,19 @@ class Run:
             written = self._writer.write(self.steps, shared, own, pin)
         except OSError as error:
             self._writer = None
-            print(
-                f"keepstep: no more snapshots and checkpoints: {self._environment.shm} cannot take one ({error.strerror}); "
-                "enlarge shared memory, a failure now costs all steps since the last checkpoint",
-                file=sys.stderr,
-                flush=True,
-            )
+            self._degrade(0, f"{self._environment.shm} cannot take a snapshot ({error.strerror}): no more of them, and no more checkpoints")
             return
-        if not written.cold:
+        if self._writer.limit < self._slots:
+            self._degrade(self._writer.limit, sentence(self._writer.limit, self._writer.size, self._environment.shm))
+        if written is not None and not written.cold:
             self._cadence.observe_stall(time.perf_counter() - begun)
+
+    def _degrade(self, slots: int, text: str) -> None:
+        """Tell it once, in the log and to the agent."""
+        assert self._environment.shm is not None
+        self._slots = slots
+        leave_note(self._environment.shm, self.rank, slots, text)
+        print(f"keepstep: {text}", file=sys.stderr, flush=True)
 
     # -- signals and phases
 
@@ -280,7 +293,7 @@ class Run:
             return
         if self._writer is not None and self._writer.newest < self.steps:
             self._enter(RankPhase.SAVE)
-            self._snapshot(pin=False)
+            self._snapshot(pin=True)
         if self._writer is not None:
             self._writer.pin_newest()
         self._writer = None

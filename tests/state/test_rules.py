@@ -70,14 +70,17 @@ def test_a_job_without_failures_is_trusted_more_and_more() -> None:
     assert mean_time_between_failures(-5, 0) == PRIOR_S
 
 
-@pytest.mark.parametrize(("stall", "allowed", "every"), [(0.0, 0.1, 1), (0.1, 0.1, 1), (0.11, 0.1, 2), (0.39, 0.1, 4), (0.41, 0.1, 8)])
+@pytest.mark.parametrize(
+    ("stall", "allowed", "every"),
+    [(0.0, 0.1, 1), (0.1, 0.1, 1), (0.11, 0.1, 2), (0.21, 0.1, 3), (0.39, 0.1, 4), (0.41, 0.1, 5), (1.0, 0.0, 1 << 20)],
+)
 def test_smallest_interval(stall: float, allowed: float, every: int) -> None:
     assert smallest_interval(stall, allowed) == every
 
 
-def cadence(step: float, stall: float, every: int = 1) -> Cadence:
-    found = Cadence(None)
-    found.every = every
+def cadence(step: float, stall: float, agreed: bool = True) -> Cadence:
+    found = Cadence(None, agreed)
+    found.every = 16
     for _ in range(20):
         found.observe_step(step)
         found.observe_stall(stall)
@@ -85,18 +88,12 @@ def cadence(step: float, stall: float, every: int = 1) -> Cadence:
 
 
 @pytest.mark.parametrize(
-    ("step", "stall", "now", "decided"),
-    [
-        (1.0, 0.009, 1, 1),
-        (1.0, 0.011, 1, 2),
-        (1.0, 0.030, 1, 4),
-        (1.0, 0.0069, 2, 1),  # relaxes with margin
-        (1.0, 0.0090, 2, 2),  # would fit, but without margin
-        (1.0, 0.0100, 16, 2),
-    ],
+    ("step", "stall", "decided", "by_itself"),
+    [(1.0, 0.009, 1, 1), (1.0, 0.011, 2, 2), (1.0, 0.030, 3, 4), (1.0, 0.045, 5, 8), (0.04, 0.0005, 2, 2), (0.02, 0.3, 1500, 2048)],
 )
-def test_cadence_decides(step: float, stall: float, now: int, decided: int) -> None:
-    assert cadence(step, stall, now).decide() == decided
+def test_cadence_decides(step: float, stall: float, decided: int, by_itself: int) -> None:
+    assert cadence(step, stall).decide() == decided
+    assert cadence(step, stall, agreed=False).decide() == by_itself
 
 
 def test_cadence_keeps_a_given_interval_and_what_it_cannot_judge() -> None:

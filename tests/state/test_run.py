@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from workers.agreement import Agreement, Alone
 from workers.board import Board
 from workers.checkpoint.catalog import catalog
 from workers.checkpoint.slots import holdings
@@ -187,6 +188,22 @@ def test_phases(shm: Path) -> None:
         run.phase("nap").__enter__()
 
 
+def test_an_interval_that_is_posted_late_counts_from_then_on(shm: Path) -> None:
+    framework = Plain()
+    framework.store = Alone()
+    Board.create(shm / "board-1", 0, 0)
+    variables = {"KEEPSTEP_SHM": str(shm), "KEEPSTEP_SNAPSHOT_EVERY": "auto", "KEEPSTEP_RANK": "1", "KEEPSTEP_WORLD_SIZE": "2"}
+    run = Run(read_environment(variables | {"KEEPSTEP_LOCAL_RANK": "1", "KEEPSTEP_LOCAL_WORLD_SIZE": "2"}), framework)
+    run.restore(state=np.zeros(3))
+    taken = []
+    for step in range(1, 25):
+        if step == 13:
+            Agreement(framework.store, 0, 2).post_interval(8, 5)
+        run.step()
+        taken += [h.step for h in holdings(shm, [1], verify=False) if h.step == step]
+    assert taken == [*range(1, 13), 15, 20]
+
+
 def test_full_shared_memory_costs_snapshots_not_training(
     shm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,7 +219,7 @@ def test_full_shared_memory_costs_snapshots_not_training(
     run.step()
     run.step()
     assert run.steps == 2
-    assert capsys.readouterr().err.count("no more snapshots") == 1
+    assert capsys.readouterr().err.count("no more of them, and no more checkpoints") == 1
     assert holdings(shm, [0], verify=True) == []
 
 

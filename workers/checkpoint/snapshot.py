@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from workers.checkpoint.admission import slots_that_fit
 from workers.checkpoint.copying import Copier
 from workers.checkpoint.layout import ALIGN, Layout, lay_out, partition, spec_json
 from workers.checkpoint.outline import Outline
@@ -127,12 +128,17 @@ class _Slot:
             self._plan = plan
         return cold
 
+    def drop(self) -> None:
+        """Give its memory back."""
+        self.path.unlink(missing_ok=True)
+        self._plan, self._copiers, self.memory, self.capacity, self.header = None, None, None, 0, NOTHING
+
     def _map(self, size: int) -> bool:
         self._plan, self._copiers, self.memory = None, None, None  # lets go of the old mapping
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             before = os.fstat(fd).st_size
-            self.capacity = max(before, -(-(size + _SPARE) // mmap.PAGESIZE) * mmap.PAGESIZE)
+            self.capacity = max(before, _pages(size))
             if self.capacity > before:
                 os.posix_fallocate(fd, 0, self.capacity)
             self.memory = mmap.mmap(fd, self.capacity)
@@ -166,19 +172,34 @@ class SnapshotWriter:
         self._slots = [_Slot(slot_path(shm, place.rank, i)) for i in range(SLOTS)]
         self._sequence = max((slot.header.sequence for slot in self._slots if slot.header.sound), default=0)
         self._plan: _Plan | None = None
+        self._shm = shm
+        self.size = 0  # bytes of the slot that was admitted last
+        self.limit = SLOTS  # slots that memory has room for
         self.newest = max((s.header.step for s in self._slots if s.header.complete), default=0)
 
-    def write(self, step: int, shared: Any, own: Any, pin: bool) -> Written:
+    def takes(self, pin: bool) -> bool:
+        """False where memory has no room for a further snapshot now."""
+        return self._choose(pin) is not None
+
+    def write(self, step: int, shared: Any, own: Any, pin: bool) -> Written | None:
         """Copy the state of ``step``: ``shared`` is equal on all ranks, ``own`` is this rank's. ``pin`` keeps the slot until an agent
-        unpins it; it is dropped while an older pinned slot is there. Raises StateError for a leaf that cannot be saved, OSError when
-        shared memory is full."""
+        unpins it; it is dropped while an older pinned slot is there. None: there is no slot for it now, see ``limit``. Raises StateError
+        for a leaf that cannot be saved, OSError when shared memory is full."""
         begun = time.perf_counter()
         plan, (shared_arrays, shared_scalars), (own_arrays, own_scalars) = self._look(shared, own)
         arrays = [shared_arrays[i] for i in plan.shared.picks], own_arrays
         texts = plan.shared.describe(shared_scalars), plan.own.describe(own_scalars)
-        slot, pinned = self._choose()
+        needed = _pages(HEADER + sum(plan.sizes) + len(texts[0]) + len(texts[1]))
+        if needed - _SPARE > self.size:
+            self._admit(needed)
+        slot = self._choose(pin)
+        if slot is not None and not slot.exists:  # since the last time memory may have gone elsewhere
+            self._admit(max(needed, self.size))
+            slot = self._choose(pin)
+        if slot is None:
+            return None
         self._sequence += 1
-        pin = pin and not pinned
+        pin = pin and not self._pinned()
         counts = (self._place.rank, self._place.world_size, step, self._place.generation, self._sequence)
         header = Header(COMPLETE, pin, *counts, *plan.sizes, len(texts[0]), len(texts[1]), 0, 0)
         cold = slot.reserve(header.end, plan)
@@ -186,27 +207,43 @@ class SnapshotWriter:
         self.newest = step
         return Written(step, pin, time.perf_counter() - begun, cold)
 
+    def _admit(self, size: int) -> None:
+        """Ask for room before a slot is made or grows; slots that have none any more are given back."""
+        self.size = size
+        self.limit = min(self.limit, slots_that_fit(self._shm, size, self._place.local_world_size))
+        newest = self._newest()
+        made = [s for s in self._slots if s.exists]
+        spare = [s for s in made if s is not newest and not (s.header.complete and s.header.pinned)]
+        for slot in spare[: max(0, len(made) - max(1, self.limit))]:
+            slot.drop()
+
     def pin_newest(self) -> None:
         """Pin the newest complete slot, unless an older one is pinned."""
-        newest, pinned = self._newest_and_pinned()
-        if newest is not None and newest.memory is not None and not pinned:
+        newest = self._newest()
+        if newest is not None and newest.memory is not None and not self._pinned():
             _WORD.pack_into(newest.memory, AT_PINNED, 1)
 
-    def _newest_and_pinned(self) -> tuple[_Slot | None, list[_Slot]]:
+    def _newest(self) -> _Slot | None:
         for slot in self._slots:
             slot.refresh()
-        complete = [s for s in self._slots if s.header.complete]
-        return max(complete, key=lambda s: s.header.sequence, default=None), [s for s in complete if s.header.pinned]
+        return max((s for s in self._slots if s.header.complete), key=lambda s: s.header.sequence, default=None)
 
-    def _choose(self) -> tuple[_Slot, bool]:
-        """(the slot to overwrite, is one pinned): the oldest that is neither pinned nor the newest complete one."""
-        newest, pinned = self._newest_and_pinned()
-        free = [s for s in self._slots if s is not newest and s not in pinned]
-        # A slot that exists has warm pages; the third is made only while one is pinned.
-        usable = [s for s in free if s.exists]
-        if not usable:
-            return free[0], bool(pinned)
-        return min(usable, key=lambda s: (s.header.complete, s.header.sequence)), bool(pinned)
+    def _pinned(self) -> bool:
+        return any(s.header.complete and s.header.pinned for s in self._slots)
+
+    def _choose(self, pin: bool) -> _Slot | None:
+        """The slot to overwrite: the oldest that is neither pinned nor the newest complete one. A slot that exists has warm pages; the
+        third is made only while one is pinned. Where memory has room for one only, it is written for checkpoints."""
+        if self.limit == 0:
+            return None
+        newest = self._newest()
+        usable = [s for s in self._slots if s.exists and s is not newest and not (s.header.complete and s.header.pinned)]
+        if usable:
+            return min(usable, key=lambda s: (s.header.complete, s.header.sequence))
+        missing = [s for s in self._slots if not s.exists]
+        if missing and SLOTS - len(missing) < self.limit:
+            return missing[0]
+        return newest if self.limit == 1 and pin and not self._pinned() else None
 
     def _look(self, shared: Any, own: Any) -> tuple[_Plan, tuple[list[Any], list[Any]], tuple[list[Any], list[Any]]]:
         """(what lies where, arrays and scalars of the shared part, those of the own part)."""
@@ -232,6 +269,11 @@ def _plan(tree: Any, root: str, part: int, parts: int) -> tuple[_Part, tuple[lis
     text = f'{{"skeleton":{json.dumps(skeleton)},"leaves":{json.dumps(spec_json(specs))}'
     arrays = [leaf for _, leaf in leaves]
     return _Part(Outline(skeleton, arrays), picks, chosen, lay_out(chosen), text), (arrays, scalars)
+
+
+def _pages(size: int) -> int:
+    """``size`` with room for a description that grows, in whole pages; bytes."""
+    return -(-(size + _SPARE) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _put_header(memory: mmap.mmap, header: Header) -> None:
