@@ -52,6 +52,8 @@ class _Server:
         try:
             yield Job(folder, ranks, at, lambda: list(self._client.every(ref_path(job, "incidents"))), self._rest_s)
         finally:
+            if (ended := self._client.get(path))["state"] == "FAILED":
+                raise RuntimeError(f"the job failed: {ended['message']}")
             self._client.post(f"{path}/cancel", {"grace_s": 0})
             wait_for(lambda: self._client.get(path)["state"] == "CANCELLED", START_LIMIT_S, "the end of the job")
 
