@@ -40,7 +40,7 @@ class ShareWriter:
     def __init__(self, spec: GroupSpec, index: int, shm: Path, numbers: Sequence[int]) -> None:
         self._spec, self._index, self._shm, self._numbers = spec, index, shm, numbers
         self._writing: ShareWrite | None = None
-        self._stuck: list[ShareWrite] = []
+        self.stuck: list[ShareWrite] = []  # given up, but not done
 
     @property
     def progress(self) -> SaveProgress | None:
@@ -49,16 +49,16 @@ class ShareWriter:
 
     async def write(self, step: int, generation: int) -> Share:
         """Returns when the share is written. Raises StateError when it was given up, or what the write raises."""
-        self._stuck = [w for w in self._stuck if not w.done]
-        if len(self._stuck) >= MAX_STUCK:
-            raise StateError(f"{len(self._stuck)} earlier writes still hang in {self._spec.storage_url}, which must answer first")
+        self.stuck = [w for w in self.stuck if not w.done]
+        if len(self.stuck) >= MAX_STUCK:
+            raise StateError(f"{len(self.stuck)} earlier writes still hang in {self._spec.storage_url}, which must answer first")
         writing = self._writing = ShareWrite(step)
         work = asyncio.create_task(self._write(writing, generation))
         gone = asyncio.create_task(writing.abandoned.wait())
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                self._stuck.append(writing)
+                self.stuck.append(writing)
                 work.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody else hears of it
                 raise StateError("the write was given up")
             return work.result()

@@ -110,7 +110,7 @@ async def let_go(group: Led, *pipes: int) -> None:
         for pipe in pipes:
             with contextlib.suppress(BlockingIOError):
                 os.read(pipe, 1 << 20)
-        return all(write.done for write in group.agents[0].stuck_writes)
+        return all(write.done for write in group.agents[0].shares.stuck)
 
     await group.until(read)
     for pipe in pipes:
@@ -127,7 +127,7 @@ def test_storage_that_hangs_holds_up_neither_the_next_nor_the_end(tmp_path: Path
             (told,) = group.heard("CheckpointStalled")
             assert told.startswith(f"step 20: {tmp_path} has taken no byte for ")
             assert ", 0 of 40" in told
-            assert len(group.agents[0].stuck_writes) == 1
+            assert len(group.agents[0].shares.stuck) == 1
             await group.until(lambda: len(group.group.checkpoints) >= 2)
             assert 20 not in [c.step for c in group.group.checkpoints]
             await let_go(group, pipe)
