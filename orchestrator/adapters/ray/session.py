@@ -16,7 +16,7 @@ from typing import TypeVar
 from orchestrator.ports import Unavailable
 
 NAMESPACE = "keepstep"
-CONNECT_S = 10.0
+CONNECT_S = 30.0
 CALL_S = 5.0
 
 T = TypeVar("T")
