@@ -7,7 +7,6 @@ only added.
 from __future__ import annotations
 
 import math
-import time
 from datetime import UTC, datetime
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -89,12 +88,12 @@ class JobOut(BaseModel):
     checkpoint_progress: CheckpointProgress | None = Field(description="The checkpoint that is being written now; null: none is.")
 
     @classmethod
-    def of(cls, job: model.Job) -> JobOut:
+    def of(cls, job: model.Job, now: float) -> JobOut:
         return cls(
             id=job.id, name=job.name, state=job.state, reason=job.reason, message=job.message, spec=dump(job.spec),
             priority=job.spec.priority, labels=job.spec.labels, attempt=job.attempt, generation=job.generation, step=job.step,
             best_step=job.best_step, metrics={name: _number(value) for name, value in job.metrics.items()}, restarts=job.restarts,
-            budgets={kind: BudgetOut(used=used, limit=limit) for kind, (used, limit) in budgets(job, time.time()).items()},
+            budgets={kind: BudgetOut(used=used, limit=limit) for kind, (used, limit) in budgets(job, now).items()},
             world_size=job.spec.resources.world_size, created_at=utc(job.created_at), started_at=utc_or_none(job.started_at),
             ended_at=utc_or_none(job.ended_at), unreachable_since=utc_or_none(job.unreachable_since),
             checkpoint_progress=CheckpointProgress.of(job),

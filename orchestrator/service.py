@@ -10,6 +10,7 @@ import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal, get_args
 
 from orchestrator.core.lifecycle import waiting_since
 from orchestrator.core.model import Attempt, Checkpoint, Event, Job, Node
@@ -22,7 +23,8 @@ from workers.messages import CheckpointCheck, Incident, RankReport
 
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
 _TRIES = 20  # against a reconciler that writes the same job at the same time
-FAULTS = ("kill", "stop", "hang", "oom", "exit", "agent", "corrupt_checkpoint")
+Fault = Literal["kill", "stop", "hang", "oom", "exit", "agent", "corrupt_checkpoint"]
+FAULTS: tuple[Fault, ...] = get_args(Fault)
 
 
 class NotFound(Exception):

@@ -36,6 +36,7 @@ from workers.workdir import CannotPrepare, local_path, missing, prepare
 
 BEAT_S = 0.5  # longest silence of a poll
 LOOK_S = 0.02  # between two readings of the boards
+STRAY_LOOK_S = 0.2  # between two looks whether anybody leads this agent
 LEASE_S = 60.0
 
 
@@ -131,7 +132,7 @@ class Agent:
         """Without a leader, or without the raylet that it belongs to, an agent is a stray: nobody can reach it to end it."""
         raylet = os.getppid()
         while not self._closed:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(STRAY_LOOK_S)
             if time.monotonic() - self.led_at > LEASE_S or os.getppid() != raylet:
                 await self._close()
                 os._exit(0)

@@ -35,8 +35,8 @@ def arm() -> None:
     signal.signal(NO_MEMORY_SIGNAL, _no_memory)
 
 
-def inject(fault: str, pid: int, python: bool, found: bool) -> str:
-    """Do it; a sentence tells what was done.
+def inject(fault: str, pid: int, python: bool, found: bool) -> tuple[str, Path | None]:
+    """Do it: (a sentence that tells what was done, a cgroup that was made for it).
 
     ``python``: the rank is a fork of our interpreter; ``found``: a hang of it would be found. Raises ValueError where it would not work.
     """
@@ -49,17 +49,17 @@ def inject(fault: str, pid: int, python: bool, found: bool) -> str:
     if fault == "oom":
         return _exhaust(pid)
     os.kill(pid, SIGNALS[fault])
-    return f"sent signal {int(SIGNALS[fault])} to process {pid}"
+    return f"sent signal {int(SIGNALS[fault])} to process {pid}", None
 
 
-def _exhaust(pid: int) -> str:
+def _exhaust(pid: int) -> tuple[str, Path | None]:
     try:
         folder = _small_cgroup(pid)
     except OSError as error:
         os.kill(pid, NO_MEMORY_SIGNAL)
-        return f"no small cgroup can be made for process {pid} here ({error.strerror}); it raises MemoryError instead"
+        return f"no small cgroup can be made for process {pid} here ({error.strerror}); it raises MemoryError instead", None
     os.kill(pid, EAT_SIGNAL)
-    return f"process {pid} takes memory in a cgroup of {SMALL_BYTES >> 20} MiB, {folder}, until the kernel kills it"
+    return f"process {pid} takes memory in a cgroup of {SMALL_BYTES >> 20} MiB, {folder}, until the kernel kills it", folder
 
 
 def _small_cgroup(pid: int) -> Path:
@@ -67,7 +67,7 @@ def _small_cgroup(pid: int) -> Path:
     own = memory_folder(pid)
     if own is None:
         raise FileNotFoundError(2, "no memory cgroup is to be seen")
-    folder = small_cgroup(own, pid)
+    folder = own / f"keepstep-drill-{pid}"
     folder.mkdir()
     try:
         old = folder / "memory.limit_in_bytes"
@@ -78,11 +78,6 @@ def _small_cgroup(pid: int) -> Path:
             folder.rmdir()
         raise
     return folder
-
-
-def small_cgroup(own: Path, pid: int) -> Path:
-    """The cgroup of an oom drill below the one that the rank is in."""
-    return own / f"keepstep-drill-{pid}"
 
 
 def remove_cgroup(folder: Path | None) -> None:

@@ -10,7 +10,9 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
-CGROUPS = Path("/sys/fs/cgroup")
+from workers import cgroups
+from workers.cgroups import counter, memory_groups
+
 VMSTAT = Path("/proc/vmstat")
 _NO_LIMIT = 1 << 60  # cgroup v1 tells "none" as a very large number
 
@@ -51,7 +53,7 @@ def oom_killed(before: MemoryWatch | None) -> str | None:
 def memory_limit(folder: Path) -> int | None:
     """The lowest limit in bytes of a cgroup and those above it."""
     limits = []
-    while folder not in (CGROUPS, CGROUPS.parent):
+    while folder not in (cgroups.ROOT, cgroups.ROOT.parent):
         for name in ("memory.max", "memory.limit_in_bytes"):
             with contextlib.suppress(OSError, ValueError):
                 limits.append(int((folder / name).read_text()))
@@ -60,36 +62,14 @@ def memory_limit(folder: Path) -> int | None:
 
 
 def memory_folder(pid: int) -> Path | None:
-    """The cgroup that accounts the memory of a process, of v1 or v2; inside of a container its own root."""
-    try:
-        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        root = CGROUPS / "memory" if "memory" in controllers.split(",") else CGROUPS if controllers == "" else None
-        if root is None:
-            continue
-        for folder in (root / path.strip("/"), root):  # a path of the host is not there to be seen in a container
-            if (folder / "memory.oom_control").exists() or (folder / "memory.events").exists():
-                return folder
-    return None
+    """The nearest group above a process that counts kills."""
+    counted = (f for f in memory_groups(pid) if (f / "memory.oom_control").exists() or (f / "memory.events").exists())
+    return next(counted, None)
 
 
 def _kills(folder: Path | None) -> int:
-    if folder is None:
-        return 0
-    return max(_counter(folder / "memory.events"), _counter(folder / "memory.oom_control"))
+    return 0 if folder is None else max(counter(folder / name, "oom_kill") for name in ("memory.events", "memory.oom_control"))
 
 
 def _machine_kills() -> int:
-    return _counter(VMSTAT)
-
-
-def _counter(file: Path) -> int:
-    """``oom_kill`` of a file of names and numbers; 0 where it is not told."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in file.read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0
+    return counter(VMSTAT, "oom_kill")

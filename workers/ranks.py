@@ -25,11 +25,10 @@ from workers.board import Board
 from workers.checkpoint.admission import REASON, notes
 from workers.checkpoint.trial import TRIAL_ANSWER, RestoreTrial, clear, read_answer
 from workers.disks import full
-from workers.drills import inject, remove_cgroup, small_cgroup
+from workers.drills import inject, remove_cgroup
 from workers.environ import launcher_environment, rank_environment
 from workers.launcher import MESSAGE_BYTES
 from workers.logs import LogPump, log_name
-from workers.memory import memory_folder
 from workers.messages import ErrorReport, GroupSpec, LaunchOrder, RankReport, RankState
 from workers.ports import ReservedPort
 from workers.processes import end_group, os_state
@@ -100,12 +99,9 @@ class Ranks:
         theirs.close()
         self._link = ours
         self.saved = str(saved_folder(cwd))
-        checkpoints = local_path(self.spec.storage_url)
-        self._folders = [str(cwd), self.saved, *([str(checkpoints)] if checkpoints else []), self._temporary(), str(self.shm)]
+        checkpoints, temporary = local_path(self.spec.storage_url), self.spec.env.get("TMPDIR") or tempfile.gettempdir()
+        self._folders = [str(cwd), self.saved, *([str(checkpoints)] if checkpoints else []), temporary, str(self.shm)]
         loop.add_reader(ours.fileno(), self._hear)
-
-    def _temporary(self) -> str:
-        return self.spec.env.get("TMPDIR") or tempfile.gettempdir()
 
     def _hear(self) -> None:
         assert self._link is not None
@@ -296,15 +292,16 @@ class Ranks:
         pid = rank.report.pid if rank is not None and rank.report.ended_at is None else None
         if rank is None or pid is None:
             raise ValueError(f"rank {number} does not run now")
-        before, own = rank.report, memory_folder(pid)
-        self._drill_cgroup = small_cgroup(own, pid) if own is not None and fault == "oom" else self._drill_cgroup
+        before = rank.report
         rank.report = replace(before, drill=fault)  # known before its end can be heard of
+        python = parse_python(list(self.spec.command)) is not None
         try:
-            python = parse_python(list(self.spec.command)) is not None
-            return f"rank {number}: {inject(fault, pid, python, found=before.attached or self.spec.silence_s is not None)}"
+            done, cgroup = inject(fault, pid, python, found=before.attached or self.spec.silence_s is not None)
         except (ValueError, OSError):
             rank.report = before
             raise
+        self._drill_cgroup = cgroup or self._drill_cgroup
+        return f"rank {number}: {done}"
 
     # observation
 

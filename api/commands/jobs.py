@@ -13,6 +13,7 @@ from api.commands import show
 from api.commands.follow import follow
 from api.commands.options import AsJson, JobRef, SpecFile, StateDir
 from api.server_record import ServerDown
+from orchestrator.service import FAULTS
 
 POLL_S = 0.5
 FINAL = set(show.EXIT_CODES)
@@ -144,7 +145,7 @@ def _wait(state_dir: StateDir, ref: str, timeout: float | None, as_json: bool, q
 
 def drill(
     job: JobRef,
-    fault: Annotated[str, typer.Argument(metavar="FAULT", help="kill, stop, exit, agent or corrupt_checkpoint.")],
+    fault: Annotated[str, typer.Argument(metavar="FAULT", help=f"{', '.join(FAULTS[:-1])} or {FAULTS[-1]}.")],
     rank: Annotated[int, typer.Option(min=0, help="Rank to hit.")] = 0,
     as_json: AsJson = False,
     state_dir: StateDir = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,6 +16,7 @@ from api.errors import FieldProblem, documented, invalid
 from api.schemas import JobOut, Page, PlanOut
 from orchestrator.core.spec import JobSpec, dump
 from orchestrator.core.states import JobState
+from orchestrator.service import Fault
 
 router = APIRouter(prefix="/jobs", tags=["jobs"])
 
@@ -33,7 +34,7 @@ class DrillRequest(BaseModel):
     """A real fault to inject."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    fault: Literal["kill", "stop", "hang", "oom", "exit", "agent", "corrupt_checkpoint"] = Field(
+    fault: Fault = Field(
         description="kill: SIGKILL to the rank; stop: SIGSTOP to it; hang: its main thread pauses for ever; oom: it takes memory in a "
         "small cgroup until the kernel kills it, or raises MemoryError where no cgroup can be made; exit: the rank exits by itself; "
         "agent: its node's agent dies; corrupt_checkpoint: a byte of the newest checkpoint is flipped in storage, whatever the rank."
@@ -70,7 +71,7 @@ def submit(here: Here, spec: Submitted, response: Response, key: Key = None) -> 
     job, created = here.service.submit(spec, idempotency_key=key, body_hash=fingerprint(spec))
     response.status_code = 201 if created else 200
     response.headers["Location"] = f"/api/v1/jobs/{job.id}"
-    return JobOut.of(job)
+    return JobOut.of(job, here.now())
 
 
 def fingerprint(spec: JobSpec) -> str:
@@ -94,7 +95,7 @@ def jobs(
 ) -> Page[JobOut]:
     """Newest first."""
     page, following = here.service.jobs(state, _labels(label or []), limit, cursor)
-    return Page[JobOut](items=[JobOut.of(job) for job in page], next_cursor=following)
+    return Page[JobOut](items=[JobOut.of(job, here.now()) for job in page], next_cursor=following)
 
 
 def _labels(given: list[str]) -> dict[str, str]:
@@ -108,7 +109,7 @@ def _labels(given: list[str]) -> dict[str, str]:
 @router.get("/{ref}", summary="Get a job", responses=documented(404, 422))
 def job(here: Here, ref: Ref) -> JobOut:
     """By id, or by name."""
-    return JobOut.of(here.service.job(ref))
+    return JobOut.of(here.service.job(ref), here.now())
 
 
 @router.post(
@@ -116,7 +117,7 @@ def job(here: Here, ref: Ref) -> JobOut:
 )
 def cancel(here: Here, ref: Ref, request: Annotated[CancelRequest, Depends(json_body(CancelRequest, required=False))]) -> JobOut:
     """Idempotent; a shorter grace still counts. Ranks get SIGTERM, then SIGKILL after the grace; 409 when the job ended otherwise."""
-    return JobOut.of(here.service.cancel(ref, request.grace_s))
+    return JobOut.of(here.service.cancel(ref, request.grace_s), here.now())
 
 
 @router.post("/{ref}/drills", summary="Inject a real fault", responses=documented(404, 409, 413, 422), openapi_extra=body(DrillRequest))

@@ -3,97 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import random
 import shutil
-from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.workers.make import group, look, spec, status
+from tests.state.peered import GENERATION, PER_NODE, Node, fetch, mirror, own, plan, run, shared, start, whole
+from workers import cgroups
 from workers import exchange as exchanging
 from workers.checkpoint import peers, room
 from workers.checkpoint.peers import OWN, SHARED
-from workers.checkpoint.reader import read_snapshot
-from workers.checkpoint.slots import COMPLETE, Header, holdings, read_header, slot_path, unpin
-from workers.checkpoint.snapshot import Place, SnapshotWriter
+from workers.checkpoint.slots import COMPLETE
 from workers.exchange import Exchange
-from workers.group import Doing
-from workers.locating import from_peers, newest_in_memory, whole_in_memory
 from workers.messages import Offer
-
-PER_NODE = 2
-GENERATION = 3
-
-
-def shared(step: int) -> dict[str, Any]:
-    return {
-        "model": {f"w{i}": np.arange(500 * (i + 1), dtype=np.float32) * step for i in range(5)},
-        "odd": np.ones(3, np.uint8),
-        "lr": step / 7,
-    }
-
-
-def own(step: int, rank: int) -> dict[str, Any]:
-    return {"parts": {"data": {"sample": step}}, "random": np.arange(300) * step + rank}
-
-
-class Node:
-    """A node's shared memory, its ranks' snapshots and its agent's exchange; ``reach`` stands between it and the others."""
-
-    def __init__(self, index: int, shm: Path, nodes: list[Node], count: int) -> None:
-        self.index, self.shm = index, shm
-        self.ranks = [index * PER_NODE + i for i in range(PER_NODE)]
-        self.writers = [self._writer(rank, count * PER_NODE, restored=0) for rank in self.ranks]
-        self.trains = True
-        self.reach: Callable[[Exchange], Any] = lambda other: other
-        self.exchange = Exchange(
-            shm, index, count, self.ranks, lambda node: self.reach(nodes[node].exchange), lambda generation: self.trains, self._fetched
-        )
-        self.done = asyncio.Event()
-
-    def _writer(self, rank: int, world_size: int, restored: int) -> SnapshotWriter:
-        self.shm.mkdir(exist_ok=True)
-        return SnapshotWriter(self.shm, Place(rank, world_size, rank % PER_NODE, PER_NODE, GENERATION), restored)
-
-    async def _fetched(self, ranks: Sequence[int], step: int | None) -> None:
-        self.done.set()
-
-    def step(self, step: int, pin: bool = False) -> None:
-        for rank, writer in zip(self.ranks, self.writers, strict=True):
-            writer.write(step, shared(step), own(step, rank), pin)
-
-    def status(self) -> Any:
-        held = tuple(holdings(self.shm, self.ranks, verify=True))
-        return status(self.index, holdings=held, copies=peers.copies(self.shm, self.ranks), unfetched=dict(self.exchange.unfetched))
-
-    def slot(self, rank: int, step: int) -> tuple[Path, Header]:
-        found = [(slot_path(self.shm, rank, n), read_header(slot_path(self.shm, rank, n))) for n in range(3)]
-        return next((path, header) for path, header in found if header is not None and header.step == step)
-
-    def damage(self, rank: int, step: int, part: str, path: Path | None = None) -> None:
-        slot, header = self.slot(rank, step) if path is None else (path, read_header(path))
-        assert header is not None
-        arrays, _ = header.shared_sections() if part == SHARED else header.own_sections()
-        with open(slot, "r+b") as file:
-            file.seek(arrays.stop - 40)
-            byte = file.read(1)
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte[0] ^ 1]))
-
-    def check(self, step: int) -> None:
-        """Every rank of this node reads what it had at ``step``."""
-        for rank in self.ranks:
-            found = read_snapshot(self.shm, rank, self.ranks, step)
-            assert found.step == step
-            assert found.shared["lr"] == step / 7
-            assert found.own["parts"] == own(step, rank)["parts"]
-            assert found.own["random"].tobytes() == own(step, rank)["random"].tobytes()
-            for name, value in shared(step)["model"].items():
-                assert found.shared["model"][name].tobytes() == value.tobytes()
 
 
 @pytest.fixture(params=[peers.CHUNK, 1000])
@@ -101,55 +25,6 @@ def nodes(shm: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     """Two nodes of two ranks at step 40, with pieces larger than a part and smaller."""
     monkeypatch.setattr(peers, "CHUNK", request.param)
     return start(shm, 2)
-
-
-def start(shm: Path, count: int) -> list[Node]:
-    made: list[Node] = []
-    made.extend(Node(i, shm / f"node{i}", made, count) for i in range(count))
-    for node in made:
-        node.step(39)
-        node.step(40)
-    return made
-
-
-async def mirror(nodes: list[Node], step: int, complete: int | None = None) -> list[str | None]:
-    """What a coordinator orders for a memory checkpoint; ranks have pinned the step."""
-    said = [await node.exchange.copy(step, GENERATION, complete) for node in nodes]
-    said += [await node.exchange.guard(step, GENERATION, complete) for node in nodes]
-    for node in nodes:
-        unpin(node.shm, node.ranks, step)
-    return said
-
-
-def plan(nodes: list[Node]) -> Any:
-    """What the rule makes of what the nodes hold."""
-    seen = look(*(node.status() for node in nodes))
-    return from_peers(group(Doing.LOCATING, given=spec(len(nodes), processes_per_node=PER_NODE)), seen)
-
-
-async def fetch(nodes: list[Node]) -> int:
-    """Find the newest step that the nodes can make whole, and let them do it; returns it."""
-    found = plan(nodes)
-    assert found is not None
-    for node in nodes:
-        await node.exchange.fetch(found.step, found.fetches)
-    for node in nodes:
-        if any(f.rank in node.ranks for f in found.fetches):
-            await asyncio.wait_for(node.done.wait(), 20)
-            await node.exchange.end_fetch()
-    return int(found.step)
-
-
-def whole(nodes: list[Node], step: int) -> bool:
-    seen = look(*(node.status() for node in nodes))
-    return whole_in_memory(group(Doing.FETCHING, given=spec(len(nodes), processes_per_node=PER_NODE)), seen, step)
-
-
-def run(work: Awaitable[Any]) -> Any:
-    async def limited() -> Any:
-        return await asyncio.wait_for(work, 30)
-
-    return asyncio.run(limited())
 
 
 def test_damaged_shared_parts_are_written_anew_from_the_other_node(nodes: list[Node]) -> None:
@@ -385,97 +260,11 @@ def test_room_is_what_folder_machine_and_control_groups_leave(shm: Path, tmp_pat
         folder.mkdir(exist_ok=True)
         (folder / "memory.max").write_text("9000\n")
         (folder / "memory.current").write_text("4000\n")
-    monkeypatch.setattr(room, "CGROUPS", tmp_path)
+    monkeypatch.setattr(cgroups, "ROOT", tmp_path)
     assert room.free_bytes(shm) == 5000
     for folder in (tmp_path, tmp_path / "memory"):
         (folder / "memory.stat").write_text("anon 3000\ninactive_file 700\n")
     assert room.free_bytes(shm) == 5700
-
-
-def corrupt(path: Path, other: Path, dice: random.Random) -> str:
-    """One of the ways in which a file goes bad; says which."""
-    how = dice.choice(["flip", "flip", "flip", "empty", "half", "short", "swap", "gone", "zeros"])
-    size = path.stat().st_size
-    at = dice.randrange(size) if dice.random() < 0.7 else dice.randrange(120)  # also in the header
-    if how == "flip":
-        write(path, at, bytes([path.read_bytes()[at] ^ (1 << dice.randrange(8))]))
-    elif how == "swap":
-        kept = path.read_bytes()
-        path.write_bytes(other.read_bytes())
-        other.write_bytes(kept)
-    elif how == "gone":
-        path.unlink()
-    elif how == "zeros":
-        write(path, at, bytes(min(500, size - at)))
-    else:
-        os.truncate(path, {"empty": 0, "half": size // 2, "short": size - 10}[how])
-    return f"{how} at {at} of {path.parent.name}/{path.name}"
-
-
-def write(path: Path, at: int, data: bytes) -> None:
-    with open(path, "r+b") as file:
-        file.seek(at)
-        file.write(data)
-
-
-@pytest.mark.parametrize("seed", [*range(40), *(pytest.param(n, marks=pytest.mark.slow) for n in range(40, 240))])
-def test_corrupted_snapshots_and_copies_give_the_newest_state_that_is_left(shm: Path, seed: int) -> None:
-    """Up to four files of both nodes are damaged. What the nodes then call whole is right, and no older than intact files allow."""
-    dice = random.Random(seed)
-    nodes = start(shm, 2)
-    for node in nodes:
-        node.step(41, pin=True)
-    run(mirror(nodes, 41))
-    for node in nodes:
-        node.step(42)
-        node.step(43)
-    before = {path: path.read_bytes() for node in nodes for path in node.shm.glob("**/snap-*")}
-    headers = {path: read_header(path) for path in before}
-    told = []
-    for _ in range(dice.randint(1, 4)):
-        files = sorted(path for path in before if path.exists() and path.stat().st_size)
-        told.append(corrupt(*dice.sample(files, 2), dice))
-    intact = {(h.step, h.rank, path.parent) for path, h in headers.items() if h and path.exists() and path.read_bytes() == before[path]}
-    step = run(settle(nodes))
-    assert (step or 0) >= newest_left(nodes, intact), told
-    if step is not None:
-        assert step in (41, 42, 43), told
-        for node in nodes:
-            node.check(step)
-
-
-def newest_left(nodes: list[Node], intact: set[tuple[int, int, Path]]) -> int:
-    """The newest step of which intact files hold every rank's own part and every part of the shared arrays; 0: none."""
-    homes = {rank: node.shm for node in nodes for rank in node.ranks}
-
-    def left(step: int) -> bool:
-        whole = {rank for s, rank, folder in intact if s == step and folder.is_relative_to(homes[rank])}
-        held = {rank for s, rank, _ in intact if s == step}
-        return held == set(homes) and {rank % PER_NODE for rank in whole} == set(range(PER_NODE))
-
-    return max((step for step in (41, 42, 43) if left(step)), default=0)
-
-
-async def settle(nodes: list[Node]) -> int | None:
-    """What the rule does until some step is whole; None: nothing is left."""
-    unfetched: tuple[int, ...] = ()
-    for _ in range(5):
-        seen = look(*(node.status() for node in nodes))
-        state = group(Doing.LOCATING, given=spec(len(nodes), processes_per_node=PER_NODE), unfetched=unfetched)
-        found = from_peers(state, seen)
-        if found is None:
-            return newest_in_memory(state, seen)
-        for node in nodes:
-            node.done.clear()
-            await node.exchange.fetch(found.step, found.fetches)
-        for node in nodes:
-            if any(f.rank in node.ranks for f in found.fetches):
-                await asyncio.wait_for(node.done.wait(), 20)
-        if whole(nodes, found.step):
-            return found.step
-        assert any(found.step in node.exchange.unfetched for node in nodes)
-        unfetched += (found.step,)
-    raise AssertionError("it does not come to an end")
 
 
 @pytest.mark.parametrize("name", ["../secret", "copies-1/../snap-0-0", "launcher.json", "snap-0-0/x"])

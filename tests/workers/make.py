@@ -8,7 +8,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from workers.group import AgentSeen, Decision, Doing, EndRequest, Group, Recovery, Seen, new_group
+from workers.group import (
+    AGENT_RETURN_S,
+    AgentSeen,
+    Decision,
+    Doing,
+    EndRequest,
+    Group,
+    Recovery,
+    SaveFinal,
+    Seen,
+    StopRanks,
+    TerminateRanks,
+    new_group,
+)
 from workers.messages import (
     AgentStatus,
     CheckpointFound,
@@ -184,3 +197,15 @@ def short(decision: Decision) -> tuple[Any, ...]:
 
 def said(decision: Decision) -> list[str]:
     return [e.reason for e in decision.group.events]
+
+
+STOP, TERMINATE, SAVE = (StopRanks(GENERATION),), (TerminateRanks(GENERATION),), (SaveFinal(GENERATION),)
+TRAINS = group(Doing.TRAINING, training=True, started_at=NOW - 15)
+STARTS = group(Doing.TRAINING)
+VICTIM = ended(0, 1, NOW - 0.1, error=error("RuntimeError", PEER_GONE))
+RAISED = ended(1, 1, error=error("ValueError", "bad sample"))
+KILLED = ended(1, -9)
+DIED = AgentSeen(1, status(1, rank(1)), NOW - 0.05, died=True)
+LEFT = replace(DIED, node_lost=True)
+STUCK = status(1, rank(1, ours=True), stuck=(101,))
+LATE = NOW - AGENT_RETURN_S - 1

@@ -60,7 +60,7 @@ async def ranked(home: Path, script: str, ranks: int = 1, **changes: Any) -> Asy
         one.ranks.start_launcher(one.work)
         await one.until(lambda: one.ranks.ready)
         one.ranks.launch(LaunchOrder(0, RestoreOrder(Source.NONE, 0), 1, "127.0.0.1", 1, False), None)
-        await one.until(lambda: len(one.ranks.pids()) == ranks)
+        await one.until(lambda: all(report.pid is not None for report in one.ranks.reports()) and len(one.ranks.reports()) == ranks)
         yield one
     finally:
         one.ranks.close()

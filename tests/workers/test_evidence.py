@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from tests.workers.ranked import ranked
+from workers.cgroups import ROOT
 from workers.disks import full
 from workers.hangs import judge_hang
-from workers.memory import CGROUPS
 from workers.messages import FailureClass, LaunchOrder, RankStacks, RestoreOrder, Source
 from workers.signs import cpu_seconds
 from workers.stacks import take
@@ -38,7 +38,7 @@ while True:
 @pytest.fixture
 def small_cgroup() -> Iterator[Path]:
     """A cgroup of 120 MB that this test may put processes into."""
-    folder = next((root for root in (CGROUPS / "memory", CGROUPS) if (root / "cgroup.procs").exists()), CGROUPS)
+    folder = next((root for root in (ROOT / "memory", ROOT) if (root / "cgroup.procs").exists()), ROOT)
     folder = folder / f"keepstep-test-{uuid.uuid4().hex[:8]}"
     try:
         folder.mkdir()
@@ -310,7 +310,7 @@ def test_the_oom_drill_is_a_true_kill_by_the_kernel(tmp_path: Path, small_cgroup
 
 
 def test_the_oom_drill_says_so_where_it_cannot_have_a_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.memory.CGROUPS", tmp_path / "none")
+    monkeypatch.setattr("workers.cgroups.ROOT", tmp_path / "none")
     said, verdict = drilled(tmp_path, "oom")
     assert "it raises MemoryError instead" in said
     assert (verdict.kind, verdict.cause, verdict.drill) == (FailureClass.OUT_OF_MEMORY, "exception", "oom")

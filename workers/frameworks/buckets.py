@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from workers.frameworks.wrapping import ddp_modules
+
 
 class BucketOrder:
     """One DDP module's order, by the places of its trainable parameters; ``known`` is None until a first pass has told it."""
@@ -57,8 +59,7 @@ class BucketOrder:
 
 def bucket_orders(parts: dict[str, Any]) -> dict[str, BucketOrder]:
     """Of the parts where the order can change and matters."""
-    found = {name: getattr(part, "_orig_mod", part) for name, part in parts.items()}
-    return {name: BucketOrder(part) for name, part in found.items() if isinstance(part, DistributedDataParallel) and _matters(part)}
+    return {name: BucketOrder(ddp) for name, ddp in ddp_modules(parts).items() if _matters(ddp)}
 
 
 def _matters(ddp: DistributedDataParallel) -> bool:

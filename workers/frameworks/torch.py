@@ -44,6 +44,7 @@ from workers.frameworks.sharded import (
     zero_state,
 )
 from workers.frameworks.windows import Windows, adrift, reopen
+from workers.frameworks.wrapping import uncompiled, unwrap
 
 
 class Torch:
@@ -165,7 +166,7 @@ class Torch:
             dist.destroy_process_group()
 
     def _equal_names(self, module: torch.nn.Module) -> frozenset[str]:
-        if not self._alone and not isinstance(_uncompiled(module), DistributedDataParallel):
+        if not self._alone and not isinstance(uncompiled(module), DistributedDataParallel):
             return frozenset()
         named = unwrap(module).named_parameters(remove_duplicate=False)
         return frozenset(name for name, param in named if self._alone or not isinstance(param, DTensor))
@@ -219,20 +220,8 @@ _GET_EXTRA_STATE = torch.nn.Module.get_extra_state
 
 def _copies_buffers(part: Any) -> bool:
     """All ranks take rank 0's buffers before each forward pass."""
-    ddp = _uncompiled(part)
+    ddp = uncompiled(part)
     return isinstance(ddp, DistributedDataParallel) and ddp.broadcast_buffers
-
-
-def unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """The module inside of DDP and torch.compile, whose names do not depend on either."""
-    inner = _uncompiled(module)
-    if isinstance(inner, DistributedDataParallel):
-        inner = _uncompiled(inner.module)
-    return inner
-
-
-def _uncompiled(module: Any) -> Any:
-    return getattr(module, "_orig_mod", module)
 
 
 def load(part: Any, state: Any) -> Any:

@@ -2,9 +2,8 @@
 
 A gradient is used once an optimizer that holds its parameter has stepped; one that was not used since the last ``run.step`` belongs to an
 unfinished window and is state; one that a scaler left out, since it overflowed, is used too. So a script that steps its optimizer before
-each ``run.step`` pays nothing. Under ``no_sync`` DDP also
-leaves out the next copy of rank 0's buffers, which is the other half. Invariant: parameters are named by their place in an optimizer that
-is a part, as in its own state_dict.
+each ``run.step`` pays nothing. Under ``no_sync`` DDP also leaves out the next copy of rank 0's buffers, which is the other half. Invariant:
+parameters are named by their place in an optimizer that is a part, as in its own state_dict.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from workers.checkpoint.tree import StateError
 from workers.frameworks.sharded import fit, node_of, parameters
+from workers.frameworks.wrapping import ddp_modules
 
 
 class Windows:
@@ -54,7 +54,7 @@ class Windows:
                     f"step: {name} has set_requires_gradient_sync(False), and its gradients of an open accumulation window cannot be had; "
                     "call run.step once per window, after set_requires_gradient_sync(True)"
                 )
-        unsynced = [name for name, ddp in _ddp(parts) if _unsynced(ddp)]
+        unsynced = [name for name, ddp in ddp_modules(parts).items() if _unsynced(ddp)]
         gradients = {name: found for name, part in parts.items() if isinstance(part, Optimizer) and (found := self._unused(part))}
         return {"gradients": gradients, "unsynced": unsynced} if gradients or unsynced else {}
 
@@ -67,12 +67,12 @@ class Windows:
 
 def adrift(parts: dict[str, Any]) -> bool:
     """The last backward pass waited for no other rank, so the ranks may be steps apart."""
-    return any(_unsynced(ddp) for _, ddp in _ddp(parts))
+    return any(map(_unsynced, ddp_modules(parts).values()))
 
 
 def reopen(parts: dict[str, Any], saved: dict[str, Any]) -> None:
     """Go on with the window of ``Windows.state``. Raises StateError where a parameter is missing or has another shape."""
-    for name, ddp in _ddp(parts):
+    for name, ddp in ddp_modules(parts).items():
         ddp.require_forward_param_sync = name not in saved["unsynced"]
     for name, gradients in saved["gradients"].items():
         places = parameters(parts[name])
@@ -89,8 +89,3 @@ def _groups(module: Any) -> Any:
 
 def _unsynced(ddp: DistributedDataParallel) -> bool:
     return not ddp.require_forward_param_sync
-
-
-def _ddp(parts: dict[str, Any]) -> list[tuple[str, DistributedDataParallel]]:
-    found = ((name, getattr(part, "_orig_mod", part)) for name, part in parts.items())
-    return [(name, part) for name, part in found if isinstance(part, DistributedDataParallel)]
