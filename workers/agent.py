@@ -27,7 +27,7 @@ from workers.group import Kept
 from workers.kept import read_kept, write_kept
 from workers.messages import AgentStatus, Copy, Fetch, GroupSpec, Holding, LaunchOrder, Offer, RankStacks, Source
 from workers.neighbours import Neighbour
-from workers.processes import SHM, end_group, remove_shared_memory
+from workers.processes import SHM, TMP, end_group, remove_folders
 from workers.ranks import Ranks
 from workers.share_writer import ShareWriter
 from workers.stacks import TAKE_S, take
@@ -53,7 +53,7 @@ class Agent:
         self.kept: Kept | None = None
         self._written: Kept | None = None  # what the file of the kept state holds
         self.led_at = time.monotonic()
-        self.shm = SHM / f"{spec.key}.{index}"
+        self.shm, self.tmp = (root / f"{spec.key}.{index}" for root in (SHM, TMP))
         self.problem: str | None = None
         self.held: tuple[Holding, ...] = ()
         self.copies: tuple[Copy, ...] = ()
@@ -71,10 +71,10 @@ class Agent:
         self._work: Path | None = None
         self._closed = False
         end_group(f"{spec.key}.{index}")  # what an earlier agent of this node left behind
-        self._make_shm()
+        self._make_folders()
         self.kept = self._written = read_kept(self.shm)
         logs = local_path(spec.storage_url) or self.shm
-        self.ranks = Ranks(spec, index, self.shm, logs, self._changed, loopback=address.startswith("127."))
+        self.ranks = Ranks(spec, index, self.shm, self.tmp, logs, self._changed, loopback=address.startswith("127."))
         self.shares = ShareWriter(spec, index, self.shm, self.ranks.numbers)
         self.exchange = Exchange(
             self.shm,
@@ -122,7 +122,7 @@ class Agent:
                     await asyncio.to_thread(write_kept, self.shm, self.kept)
             if self._work is not None and not (self.ranks.launcher_lives or self.ranks.problem or self._closed):
                 try:
-                    self._make_shm()
+                    self._make_folders()
                     self.ranks.start_launcher(self._work)
                 except OSError as error:
                     self.ranks.problem = f"its launcher cannot be started: {error}"
@@ -143,9 +143,10 @@ class Agent:
         self.term = term
         self.led_at = time.monotonic()
 
-    def _make_shm(self) -> None:
-        """Again before each use: somebody may have cleaned /dev/shm under a running job."""
-        self.shm.mkdir(parents=True, exist_ok=True, mode=0o700)
+    def _make_folders(self) -> None:
+        """Again before each use: somebody may have cleaned /dev/shm or /tmp under a running job."""
+        for folder in (self.shm, self.tmp):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def _keep(self, state: Kept) -> None:
         """Calls may overtake each other: the newest state stays."""
@@ -224,7 +225,7 @@ class Agent:
     def _launch(self, order: LaunchOrder) -> None:
         if self.surveyed < self.ranks.generation or self.ranks.living:
             raise RuntimeError(f"generation {order.generation} cannot start: generation {self.ranks.generation} was not stopped")
-        self._make_shm()
+        self._make_folders()
         in_slots = order.restore.source in (Source.MEMORY, Source.PEER)
         discard_newer(self.shm, self.ranks.numbers, order.restore.step if in_slots else 0)
         self.exchange.drop_newer(order.restore.step)
@@ -292,7 +293,7 @@ class Agent:
         if url not in self.staged and url not in self.staging:
             self.staging.add(url)
             try:
-                self._make_shm()
+                self._make_folders()
                 self.staged[url] = await bring(url, self.shm, self.ranks.numbers, self.spec.world_size)
             finally:
                 self.staging.discard(url)
@@ -310,7 +311,7 @@ class Agent:
     async def fetch(self, term: int, step: int, fetches: Sequence[Fetch]) -> AgentStatus:
         """Make the snapshots of ``step`` whole from other nodes' memory; the answer is in ``holdings``, or in ``unfetched``."""
         self._obey(term)
-        self._make_shm()
+        self._make_folders()
         await self.exchange.fetch(step, fetches)
         return self.status()
 
@@ -380,7 +381,7 @@ class Agent:
     # the end
 
     async def close(self, term: int) -> list[int]:
-        """End everything on this node and leave nothing in shared memory; returns pids that would not go."""
+        """End everything on this node and leave nothing in its memory or /tmp; returns pids that would not go."""
         self._obey(term)
         return await self._close()
 
@@ -392,5 +393,5 @@ class Agent:
         self._closed = True
         await self.exchange.end_fetch()
         left = self.ranks.close()
-        await asyncio.to_thread(remove_shared_memory, f"{self.spec.key}.{self.index}")
+        await asyncio.to_thread(remove_folders, f"{self.spec.key}.{self.index}")
         return left

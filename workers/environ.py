@@ -13,7 +13,7 @@ from workers.processes import CLUSTER_MARK, MARK
 _NOT_PASSED = ("RAY_", "PYTHONBREAKPOINT", "OMP_NUM_THREADS", "KEEPSTEP_")
 
 
-def launcher_environment(base: Mapping[str, str], spec: GroupSpec, index: int, loopback: bool) -> dict[str, str]:
+def launcher_environment(base: Mapping[str, str], spec: GroupSpec, index: int, loopback: bool, tmp: str) -> dict[str, str]:
     """What the launcher is started with, and so what every process of the node carries from birth."""
     env = {k: v for k, v in base.items() if not k.startswith(_NOT_PASSED)}
     if CLUSTER_MARK in base:
@@ -21,6 +21,7 @@ def launcher_environment(base: Mapping[str, str], spec: GroupSpec, index: int, l
     env["OMP_NUM_THREADS"] = str(max(1, int(spec.cpus_per_node) // spec.processes_per_node))
     env["PYTHONUNBUFFERED"] = "1"
     env["TF_CPP_MIN_LOG_LEVEL"] = "2"
+    env["TMPDIR"] = tmp  # killed processes leave there what they would have removed
     if loopback:
         env["GLOO_SOCKET_IFNAME"] = "lo"
     env.update(spec.env)

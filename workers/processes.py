@@ -10,6 +10,7 @@ import contextlib
 import os
 import shutil
 import signal
+import tempfile
 import time
 from pathlib import Path
 
@@ -17,6 +18,8 @@ MARK = "KEEPSTEP_GROUP"
 CLUSTER_MARK = "KEEPSTEP_CLUSTER"  # on everything that runs in an embedded cluster, so that it can be ended as a whole
 SHM_ROOT = "KEEPSTEP_SHM_ROOT"  # set where a cluster has a folder of its own
 SHM = Path(os.environ.get(SHM_ROOT, "/dev/shm/keepstep"))  # one folder per node of a group
+TMP_ROOT = "KEEPSTEP_TMP_ROOT"  # likewise
+TMP = Path(os.environ.get(TMP_ROOT) or f"{tempfile.gettempdir()}/keepstep")  # short: Unix sockets lie in here, their paths have 107 bytes
 
 
 def of_group(key: str) -> list[int]:
@@ -68,16 +71,17 @@ def os_state(pid: int) -> str | None:
         return None
 
 
-def remove_shared_memory(key: str) -> None:
-    """Remove what the group ``<job>.<attempt>``, or one node of it, holds in shared memory of this machine."""
-    for folder in [SHM / key, *SHM.glob(f"{key}.*")]:
-        shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        SHM.rmdir()
+def remove_folders(key: str) -> None:
+    """Remove what the group ``<job>.<attempt>``, or one node of it, holds in shared memory and in temporary files of this machine."""
+    for root in (SHM, TMP):
+        for folder in [root / key, *root.glob(f"{key}.*")]:
+            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            root.rmdir()
 
 
 def sweep(key: str) -> list[int]:
-    """End the group's processes on this machine and free its shared memory; returns pids that would not go."""
+    """End the group's processes on this machine and remove its folders; returns pids that would not go."""
     left = end_group(key)
-    remove_shared_memory(key)
+    remove_folders(key)
     return left

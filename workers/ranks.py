@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -52,8 +51,8 @@ class _Rank:
 class Ranks:
     """``changed`` is called after every change that the coordinator must hear of at once."""
 
-    def __init__(self, spec: GroupSpec, index: int, shm: Path, logs: Path, changed: Callable[[], None], loopback: bool) -> None:
-        self.spec, self.index, self.shm, self.logs = spec, index, shm, logs
+    def __init__(self, spec: GroupSpec, index: int, shm: Path, tmp: Path, logs: Path, changed: Callable[[], None], loopback: bool) -> None:
+        self.spec, self.index, self.shm, self.tmp, self.logs = spec, index, shm, tmp, logs
         self.numbers = tuple(range(index * spec.processes_per_node, (index + 1) * spec.processes_per_node))
         self.generation = spec.first_generation - 1
         self.ready = False
@@ -90,7 +89,7 @@ class Ranks:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "workers.launcher", str(theirs.fileno()), str(config)],
             pass_fds=[theirs.fileno()],
-            env=launcher_environment(os.environ, self.spec, self.index, self._loopback),
+            env=launcher_environment(os.environ, self.spec, self.index, self._loopback, str(self.tmp)),
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             stderr=(self.shm / "launcher.err").open("ab"),
@@ -99,7 +98,7 @@ class Ranks:
         theirs.close()
         self._link = ours
         self.saved = str(saved_folder(cwd))
-        checkpoints, temporary = local_path(self.spec.storage_url), self.spec.env.get("TMPDIR") or tempfile.gettempdir()
+        checkpoints, temporary = local_path(self.spec.storage_url), self.spec.env.get("TMPDIR") or str(self.tmp)
         self._folders = [str(cwd), self.saved, *([str(checkpoints)] if checkpoints else []), temporary, str(self.shm)]
         loop.add_reader(ours.fileno(), self._hear)
 

@@ -32,7 +32,7 @@ def _one(cluster: daemon.Cluster, *signs: str) -> psutil.Process:
 
 
 def _traces(cluster: daemon.Cluster) -> list[object]:
-    folders = [Path(cluster.temp_dir), daemon.shared_memory(cluster.id)]
+    folders = [Path(cluster.temp_dir), daemon.shared_memory(cluster.id), daemon.temporary_files(cluster.id)]
     return [*_marked(cluster), *(folder for folder in folders if folder.exists())]
 
 

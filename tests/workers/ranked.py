@@ -21,13 +21,13 @@ class Ranked:
     """``work`` is the ranks' working directory."""
 
     def __init__(self, home: Path, script: str, ranks: int, **changes: Any) -> None:
-        self.shm, self.work = home / "shm", home / "work"
-        for folder in (self.shm, self.work):
+        self.shm, self.work, tmp = home / "shm", home / "work", home / "tmp"
+        for folder in (self.shm, self.work, tmp):
             folder.mkdir(exist_ok=True)
         (self.work / "case.py").write_text(script)
         fields = {"framework": "plain", "strategy": None, "command": ("python", "case.py"), "job_id": f"job-{uuid.uuid4().hex[:12]}"}
         made = spec(nodes=1, processes_per_node=ranks, storage_url=str(home / "storage"), **fields | changes)
-        self.ranks = Ranks(made, 0, self.shm, home / "logs", lambda: None, loopback=True)
+        self.ranks = Ranks(made, 0, self.shm, tmp, home / "logs", lambda: None, loopback=True)
         self.logs = home / "logs"
 
     async def until(self, look: Callable[[], Seen]) -> Seen:

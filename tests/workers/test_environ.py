@@ -37,7 +37,7 @@ def of_rank(
 
 
 def of_launcher(base: dict[str, str] | None = None, loopback: bool = False, **changes: Any) -> dict[str, str]:
-    return launcher_environment(base or {}, spec(**changes), 1, loopback)
+    return launcher_environment(base or {}, spec(**changes), 1, loopback, "/tmp/x")
 
 
 def test_pytorch_gets_what_torchrun_gives() -> None:
@@ -150,6 +150,10 @@ def test_threads_share_the_cores(cpus: float, processes: int, threads: str) -> N
     assert of_launcher(cpus_per_node=cpus, processes_per_node=processes)["OMP_NUM_THREADS"] == threads
 
 
+def test_temporary_files_lie_where_the_group_has_its_own() -> None:
+    assert of_launcher({"TMPDIR": "/var/tmp"})["TMPDIR"] == "/tmp/x"
+
+
 def test_the_users_environment_wins_where_it_may() -> None:
     wish = {
         "OMP_NUM_THREADS": "7",
@@ -157,6 +161,7 @@ def test_the_users_environment_wins_where_it_may() -> None:
         "TF_CPP_MIN_LOG_LEVEL": "0",
         "GLOO_SOCKET_IFNAME": "eth9",
         "PATH": "/mine",
+        "TMPDIR": "/large",
         "A": "b",
     }
     env = of_launcher({"PATH": "/bin"}, loopback=True, env=wish)

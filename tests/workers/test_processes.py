@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from workers import processes
-from workers.processes import MARK, end_group, of_group, os_state, remove_shared_memory, sweep
+from workers.processes import MARK, end_group, of_group, os_state, remove_folders, sweep
 
 Start = Callable[[str | None], int]
 LONG = "600"
@@ -136,32 +136,39 @@ def test_state_of_a_process_that_never_was() -> None:
 
 
 @pytest.fixture
-def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    root = tmp_path / "shm"
-    monkeypatch.setattr(processes, "SHM", root)
-    return root
+def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Of shared memory and of temporary files."""
+    roots = tmp_path / "shm", tmp_path / "tmp"
+    monkeypatch.setattr(processes, "SHM", roots[0])
+    monkeypatch.setattr(processes, "TMP", roots[1])
+    return roots
 
 
-def test_shared_memory_goes_by_group_or_by_node(shm: Path, job: str) -> None:
-    for name in ("1.0", "1.1", "1.10", "10.0", "2.0"):
-        (shm / f"{job}.{name}").mkdir(parents=True)
-        (shm / f"{job}.{name}" / "board-0").write_text("")
-    remove_shared_memory(f"{job}.1.1")
-    assert sorted(p.name for p in shm.iterdir()) == [f"{job}.{name}" for name in ("1.0", "1.10", "10.0", "2.0")]
-    remove_shared_memory(f"{job}.1")
-    assert sorted(p.name for p in shm.iterdir()) == [f"{job}.{name}" for name in ("10.0", "2.0")]
+def test_folders_go_by_group_or_by_node(roots: tuple[Path, Path], job: str) -> None:
+    for root in roots:
+        for name in ("1.0", "1.1", "1.10", "10.0", "2.0"):
+            (root / f"{job}.{name}").mkdir(parents=True)
+            (root / f"{job}.{name}" / "board-0").write_text("")
+    remove_folders(f"{job}.1.1")
+    for root in roots:
+        assert sorted(p.name for p in root.iterdir()) == [f"{job}.{name}" for name in ("1.0", "1.10", "10.0", "2.0")]
+    remove_folders(f"{job}.1")
+    for root in roots:
+        assert sorted(p.name for p in root.iterdir()) == [f"{job}.{name}" for name in ("10.0", "2.0")]
 
 
-def test_the_root_goes_with_the_last(shm: Path, job: str) -> None:
-    (shm / f"{job}.1.0").mkdir(parents=True)
-    remove_shared_memory(f"{job}.1")
-    assert not shm.exists()
-    remove_shared_memory(f"{job}.1")
+def test_the_root_goes_with_the_last(roots: tuple[Path, Path], job: str) -> None:
+    for root in roots:
+        (root / f"{job}.1.0").mkdir(parents=True)
+    remove_folders(f"{job}.1")
+    assert not any(root.exists() for root in roots)
+    remove_folders(f"{job}.1")
 
 
-def test_sweep_ends_and_frees(shm: Path, job: str, start: Start) -> None:
+def test_sweep_ends_and_removes(roots: tuple[Path, Path], job: str, start: Start) -> None:
     pid = start(f"{job}.1.0")
-    (shm / f"{job}.1.0").mkdir(parents=True)
+    for root in roots:
+        (root / f"{job}.1.0").mkdir(parents=True)
     assert sweep(f"{job}.1") == []
     assert reap(pid) == {pid: signal.SIGKILL}
-    assert not shm.exists()
+    assert not any(root.exists() for root in roots)

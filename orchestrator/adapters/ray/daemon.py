@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from orchestrator.adapters.ray.session import ray_environment
-from workers.processes import CLUSTER_MARK, SHM_ROOT
+from workers.processes import CLUSTER_MARK, SHM_ROOT, TMP_ROOT
 
 START_S = 120
 STOP_S = 1  # from SIGTERM to SIGKILL
@@ -104,8 +104,8 @@ def stop(state_dir: Path) -> bool:
         for process in living:
             _signal(process, kill=True)
         living = set(psutil.wait_procs(living, timeout=STOP_S)[1])
-    shutil.rmtree(cluster.temp_dir, ignore_errors=True)
-    shutil.rmtree(shared_memory(cluster.id), ignore_errors=True)
+    for folder in (Path(cluster.temp_dir), shared_memory(cluster.id), temporary_files(cluster.id)):
+        shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):
         shared_memory(cluster.id).parent.rmdir()  # unless another cluster uses it
     _file(state_dir).unlink(missing_ok=True)
@@ -115,6 +115,11 @@ def stop(state_dir: Path) -> bool:
 def shared_memory(cluster_id: str) -> Path:
     """Folder of all snapshots and boards of a cluster."""
     return Path("/dev/shm/keepstep") / cluster_id
+
+
+def temporary_files(cluster_id: str) -> Path:
+    """Folder of the temporary files of all ranks of a cluster."""
+    return Path(tempfile.gettempdir()) / f"keepstep-{cluster_id}"
 
 
 def _launch(state_dir: Path, cluster: Cluster, wanted: dict[str, object]) -> str:
@@ -145,6 +150,7 @@ def _environment(cluster: Cluster) -> dict[str, str]:
     own = {
         CLUSTER_MARK: cluster.id,
         SHM_ROOT: str(shared_memory(cluster.id)),
+        TMP_ROOT: str(temporary_files(cluster.id)),
         "SPT_NOENV": "1",  # Ray would write the titles of its processes over their environment, and the mark with it
         "RAY_USAGE_STATS_ENABLED": "0",
     }
