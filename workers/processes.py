@@ -38,7 +38,7 @@ def of_group(key: str) -> list[int]:
 def end_group(key: str, wait_s: float = 5.0) -> list[int]:
     """SIGKILL all of them until none is left; returns those that would not go within ``wait_s``."""
     deadline = time.monotonic() + wait_s
-    while left := of_group(key):
+    while left := of_group(key) or _second_look(key):
         if time.monotonic() > deadline:
             return left
         for pid in left:
@@ -46,6 +46,12 @@ def end_group(key: str, wait_s: float = 5.0) -> list[int]:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.005)
     return []
+
+
+def _second_look(key: str) -> list[int]:
+    """In the middle of an exec, and for no longer, a process shows no environment."""
+    time.sleep(0.005)
+    return of_group(key)
 
 
 def below(pid: int) -> list[int]:

@@ -170,7 +170,7 @@ def _place(error: BaseException, cwd: str) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{os.path.basename(error.filename)}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if os.path.abspath(f.filename).startswith(cwd) and "site-packages" not in f.filename]
+    own = [f for f in frames if os.path.join(cwd, f.filename).startswith(cwd) and "site-packages" not in f.filename]
     if not frames:
         return "before the first line"
     frame = (own or frames)[-1]

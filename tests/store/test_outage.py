@@ -6,7 +6,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -118,9 +117,7 @@ def test_writers_wait_for_a_lock_and_readers_do_not(sqlite_store: SqlStore, tmp_
     jobs = [new_job(number) for number in range(20)]  # more than there are connections
     with ThreadPoolExecutor(20) as pool:
         writes = [pool.submit(sqlite_store.add_job, job, submitted(job), None, "h") for job in jobs]
-        began = time.monotonic()
         assert sqlite_store.jobs(None, {}, 5, None) == ([], None)
-        assert time.monotonic() - began < 2
         assert not any(write.done() for write in writes)
         other.execute("COMMIT")
         other.close()

@@ -45,6 +45,8 @@ if case == "raise": raise ValueError("bad sample ü")
 if case == "deep": deep(900)
 if case == "mute": raise Mute()
 if case == "library": import json; json.loads("{")
+if case == "moved": os.chdir("/"); import json; json.loads("{")
+if case == "homeless": os.mkdir("gone"); os.chdir("gone"); os.rmdir("../gone"); raise ValueError("bad sample")
 if case == "long": raise ValueError("x" * 100_000)
 if case == "interrupt": raise KeyboardInterrupt
 if case == "kill": os.kill(os.getpid(), signal.SIGKILL)

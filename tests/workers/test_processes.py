@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,12 +33,19 @@ def start() -> Iterator[Start]:
 
     def one(mark: str | None) -> int:
         started.append(subprocess.Popen(["sleep", LONG], env={MARK: mark} if mark else {}))
-        return started[-1].pid
+        return asleep(started[-1].pid)
 
     yield one
     for process in started:
         process.kill()
         process.wait()
+
+
+def asleep(pid: int) -> int:
+    """Waits until the process has become its ``sleep``: in the middle of an exec it shows no environment."""
+    while not (Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep\0") and os_state(pid) == "S"):
+        time.sleep(0.001)
+    return pid
 
 
 def reap(*pids: int) -> dict[int, int]:
@@ -74,6 +82,7 @@ def test_the_mark_must_be_the_variable(job: str) -> None:
         ["sh", "-c", f"exec sleep {LONG}", text], env={"NOTE": text, f"X{MARK}": f"{job}.1.0", "PATH": os.environ["PATH"]}
     )
     try:
+        asleep(process.pid)
         assert of_group(f"{job}.1") == []
     finally:
         process.kill()
@@ -98,7 +107,7 @@ def daemon(mark: str) -> int:
     env = {MARK: mark, "PATH": os.environ["PATH"]}
     with subprocess.Popen(["sh", "-c", script], env=env, stdout=subprocess.PIPE) as shell:
         assert shell.stdout is not None
-        return int(shell.stdout.readline())
+        return asleep(int(shell.stdout.readline()))
 
 
 def test_a_daemon_of_its_own_session_is_ended(job: str) -> None:

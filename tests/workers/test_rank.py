@@ -53,6 +53,8 @@ def test_place_of_a_rank(launcher: Launched) -> None:
         ("deep", "ZeroDivisionError", "division by zero", " in deep"),
         ("mute", "Mute", "(no text: __str__ raised)", "case.py:"),
         ("library", "json.decoder.JSONDecodeError", "Expecting property name", "case.py:"),
+        ("moved", "json.decoder.JSONDecodeError", "Expecting property name", "case.py:"),
+        ("homeless", "ValueError", "bad sample", "case.py:"),
         ("long", "ValueError", "x" * 4096, "case.py:"),
     ],
 )
