@@ -69,6 +69,7 @@ class Ranks:
         self._drill_cgroup: Path | None = None  # of the newest oom drill
         self.drilled: str | None = None  # a drill that will end the whole agent
         self._stores: dict[int, asyncio.Future[int]] = {}
+        self._met_here = False  # the ranks of this generation meet at a store of this launcher
         self._killed: dict[int, asyncio.Future[list[int]]] = {}
         self._trial: asyncio.Future[int] | None = None
         self.port = ReservedPort()
@@ -161,6 +162,7 @@ class Ranks:
         known = self._ranks.get(rank)
         if known is not None and known.report.generation == generation:
             known.report = replace(known.report, pid=pid)
+            self._end_without_store()
             self._changed()
 
     def _on_store(self, generation: int, port: int) -> None:
@@ -176,6 +178,20 @@ class Ranks:
         future = self._stores.pop(generation, None)
         if future is not None and not future.done():
             future.set_exception(ConnectionError("the store ended before it listened"))
+        self._end_without_store()
+
+    def _end_without_store(self) -> None:
+        """Ranks that have not met yet would wait for a store that is gone until ``start_s`` is over. One that ends ends all."""
+        if not self._met_here or self.generation in self._stores:
+            return
+        for number, pid in self.pids().items():
+            report = self._ranks[number].report
+            if report.first_step_at is None and not report.ours:
+                self._met_here = False
+                self.notes.append((number, "StoreLost", f"the store at which the ranks of generation {self.generation} meet has ended"))
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                return
 
     def _on_killed(self, generation: int, stuck: list[int]) -> None:
         future = self._killed.pop(generation, None)
@@ -229,7 +245,7 @@ class Ranks:
 
     def launch(self, order: LaunchOrder, staged: str | None) -> None:
         """Fork the ranks of a generation; their pids follow. Raises ConnectionError when the launcher is gone."""
-        self.generation = order.generation
+        self.generation, self._met_here = order.generation, order.agent_store and self.index == 0
         for local_rank, number in enumerate(self.numbers):
             (self.shm / f"error-{number}.json").unlink(missing_ok=True)
             (self.shm / f"board-{number}").unlink(missing_ok=True)
