@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 # Two cores must do for tests; libraries that take all of them only slow each other down.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test slow sim check bench bench-recovery bench-goodput clean
+.PHONY: setup demo test slow sim check bench bench-recovery bench-goodput bench-checkpoint bench-overhead clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.all $(VENV)/.bench  ## everything that demo, test, check and bench need
@@ -33,13 +33,19 @@ check: $(VENV)/.all  ## lint, format, types, direction of imports
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest tests/test_imports.py
 
-bench: bench-recovery bench-goodput  ## all measurements of docs/benchmarks.md, one after the other
+bench: bench-recovery bench-goodput bench-checkpoint bench-overhead  ## all measurements of docs/benchmarks.md, one after the other
 
 bench-recovery: $(VENV)/.bench  ## kill -9 to the next new step, beside torchrun and Ray Train; other numbers: ARGS="--ranks 2 --kills 3"
 	$(BIN)/python benchmarks/recovery.py $(ARGS)
 
 bench-goodput: $(VENV)/.bench  ## 5 minutes of one kill a minute for each system; a quick look: ARGS="--seconds 90 --every 20"
 	$(BIN)/python benchmarks/goodput.py $(ARGS)
+
+bench-checkpoint: $(VENV)/.all  ## snapshots and checkpoints beside a plain copy and a plain write; a quick look: ARGS="--sizes 0 100 --pairs 3"
+	$(BIN)/python benchmarks/checkpoint.py $(ARGS)
+
+bench-overhead: $(VENV)/.all  ## steps of an undisturbed training with KeepStep and without; a quick look: ARGS="--pairs 1 --seconds 5"
+	$(BIN)/python benchmarks/overhead.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -65,11 +65,11 @@ def one_job(service: Service, folder: Path, ranks: int, seen: Measured, kills: i
         seen.step_seconds += [b.at - a.at for a, b in pairwise(steps) if a.pid == b.pid]
 
 
-def spread(values: Iterable[float]) -> str:
+def spread(values: Iterable[float], digits: int = 3) -> str:
     values = list(values)
     if not values:
         return "-"
-    return " / ".join("never" if math.isinf(v) else f"{v:.3f}" for v in (statistics.median(values), min(values), max(values)))
+    return " / ".join("never" if math.isinf(v) else f"{v:.{digits}f}" for v in (statistics.median(values), min(values), max(values)))
 
 
 def ratio(peer: Measured, ours: Measured) -> str:

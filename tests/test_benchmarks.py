@@ -1,4 +1,4 @@
-"""What the benchmarks make of the ranks' logs."""
+"""What the benchmarks make of the ranks' logs, and that those without a cluster run."""
 
 from __future__ import annotations
 
@@ -51,3 +51,16 @@ def test_goodput_of_a_run_with_one_kill(kills: ModuleType, goodput: ModuleType) 
 def test_a_kill_without_return_counts_as_such(kills: ModuleType, goodput: ModuleType) -> None:
     seen = goodput.judge([kills.Step(float(n), n, OLD) for n in range(1, 51)], [50.5], 100.0)
     assert (seen.kills, seen.costs, seen.goodput) == (1, [], pytest.approx(0.5))
+
+
+def test_a_snapshot_and_a_checkpoint_are_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    checkpoint = __import__("checkpoint")
+    (shm := tmp_path / "shm").mkdir()
+    (storage := tmp_path / "storage").mkdir()
+    for row, ways in zip(checkpoint.measure(1, 2, shm, storage), (4, 2), strict=True):
+        assert row.startswith("| 13 MB in 8 arrays | ")
+        least = [float(cell.split(" / ")[1]) for cell in row.strip(" |").split(" | ")[1:]]
+        assert len(least) == 2 * ways - 1
+        assert min(least) > 0
+    assert list(storage.iterdir()) == []

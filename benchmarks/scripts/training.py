@@ -6,25 +6,32 @@ file, by one write, so that a kill leaves no half of it.
 
 import os
 import time
+from collections.abc import Callable
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-STEP_SLEEP_S = 0.03
+INPUT = 256
+
+
+def small() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(INPUT, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
 
 
 class Training:
-    def __init__(self, rank: int, folder: str) -> None:
+    def __init__(
+        self, rank: int, folder: str, network: Callable[[], torch.nn.Module] = small, batch: int = 32, sleep_s: float = 0.03
+    ) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        network = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
-        self.model = DistributedDataParallel(network)
+        self._batch, self._sleep_s = batch, sleep_s
+        self.model = DistributedDataParallel(network())
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self._log = os.open(f"{folder}/rank-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def train(self) -> torch.Tensor:
-        loss: torch.Tensor = self.model(torch.randn(32, 256)).square().mean()
-        time.sleep(STEP_SLEEP_S)  # the work of a larger model: most of it lies before the gradients are exchanged
+        loss: torch.Tensor = self.model(torch.randn(self._batch, INPUT)).square().mean()
+        time.sleep(self._sleep_s)  # the work of a larger model: most of it lies before the gradients are exchanged
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()

@@ -1,4 +1,4 @@
-"""KeepStep on two local nodes: the same script as torchrun's, or the script with the API."""
+"""KeepStep on local nodes of its own: any script, with what its job says of snapshots and checkpoints."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +16,37 @@ from api.client import Client, ref_path
 from systems.system import SCRIPTS, START_LIMIT_S, Job, Service, environment, program, wait_for
 
 KEEPSTEP = ("-m", "api.cli")
-QUIET_S = 31.0  # equal failures of a script that reports no steps, sooner than 30 s one after the other, wait longer with each
 
 
+@dataclass(frozen=True)
 class KeepStep:
-    def __init__(self, api: bool) -> None:
-        self.script, self.rest_s = ("four_lines.py", 0.0) if api else ("plain.py", QUIET_S)
-        self.name = "KeepStep, with the API" if api else "KeepStep, torchrun's script"
+    """``checkpoint``, ``env``: as in a job; ``rest_s``: as in Job."""
+
+    name: str
+    script: str
+    checkpoint: Mapping[str, Any]
+    nodes: int = 2
+    env: Mapping[str, str] = field(default_factory=dict)
+    rest_s: float = 0.0
 
     @contextmanager
     def up(self, folder: Path) -> Iterator[Service]:
         with (folder / "output").open("w") as output:
-            command = [*KEEPSTEP, "up", "--nodes", "2", "--port", "0", "--state-dir", str(folder)]
+            command = [*KEEPSTEP, "up", "--nodes", str(self.nodes), "--port", "0", "--state-dir", str(folder)]
             with program(*command, env=environment(), output=output):
                 try:
                     record = folder / "server.json"
                     wait_for(record.exists, START_LIMIT_S, "keepstep up")
                     client = Client(json.loads(record.read_text())["address"], (folder / "token").read_text().strip())
-                    yield _Server(client, folder, self.script, self.rest_s)
+                    yield _Server(client, folder, self)
                     client.close()
                 finally:
                     _keepstep("down", "--state-dir", str(folder))
 
 
 class _Server:
-    def __init__(self, client: Client, state_dir: Path, script: str, rest_s: float) -> None:
-        self._client, self._state_dir, self._script, self._rest_s = client, state_dir, script, rest_s
+    def __init__(self, client: Client, state_dir: Path, system: KeepStep) -> None:
+        self._client, self._state_dir, self._system = client, state_dir, system
 
     @contextmanager
     def submit(self, folder: Path, ranks: int) -> Iterator[Job]:
@@ -50,7 +56,7 @@ class _Server:
         job = _keepstep("submit", "-d", "-f", str(spec), "--state-dir", str(self._state_dir)).strip()
         path = ref_path(job)
         try:
-            yield Job(folder, ranks, at, lambda: list(self._client.every(ref_path(job, "incidents"))), self._rest_s)
+            yield Job(folder, ranks, at, lambda: list(self._client.every(ref_path(job, "incidents"))), self._system.rest_s)
         finally:
             if (ended := self._client.get(path))["state"] == "FAILED":
                 raise RuntimeError(f"the job failed: {ended['message']}")
@@ -58,14 +64,15 @@ class _Server:
             wait_for(lambda: self._client.get(path)["state"] == "CANCELLED", START_LIMIT_S, "the end of the job")
 
     def _spec(self, folder: Path, ranks: int) -> dict[str, Any]:
+        system = self._system
         return {
             "name": folder.name,
             "framework": "pytorch",
-            "command": ["python", self._script],
+            "command": ["python", system.script],
             "working_dir": str(SCRIPTS),
-            "env": {"OMP_NUM_THREADS": "1", "BENCH_FOLDER": str(folder)},
-            "resources": {"nodes": 2, "processes_per_node": ranks // 2, "memory_gb": 1},
-            "checkpoint": {"every_steps": 500, "snapshot_every_steps": 1},
+            "env": {"OMP_NUM_THREADS": "1", "BENCH_FOLDER": str(folder), **system.env},
+            "resources": {"nodes": system.nodes, "processes_per_node": ranks // system.nodes, "memory_gb": 1},
+            "checkpoint": dict(system.checkpoint),
             "restart": {"max_infrastructure": 100},
         }
 

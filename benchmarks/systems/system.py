@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -94,6 +95,13 @@ def wait_for(check: Callable[[], Any], limit_s: float, what: str) -> Any:
 def environment() -> dict[str, str]:
     """The caller's, without what would lead to a server or a cluster of somebody else."""
     return {k: v for k, v in os.environ.items() if not k.startswith(("KEEPSTEP_", "RAY_"))} | {"OMP_NUM_THREADS": "1"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 @contextmanager

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from systems.system import SCRIPTS, Job, Service, environment, program
+from systems.system import SCRIPTS, Job, Service, environment, free_port, program
 
 # Without it the ranks of a restart share the store of those before, may read their addresses there, and then wait for the dead.
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -24,7 +23,7 @@ class Torchrun:
 
     @contextmanager
     def submit(self, folder: Path, ranks: int) -> Iterator[Job]:
-        command = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{_free_port()}"]
+        command = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}"]
         command += [f"--nproc-per-node={ranks}", "--max-restarts=100", str(SCRIPTS / "plain.py")]
         at = time.time()
         with (
@@ -32,10 +31,3 @@ class Torchrun:
             program(*command, env=environment() | OWN_STORE | {"BENCH_FOLDER": str(folder)}, output=output),
         ):
             yield Job(folder, ranks, at)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
