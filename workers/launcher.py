@@ -3,6 +3,9 @@
 Invariants: one thread, no Ray, no CUDA, no OpenMP or autograd threads, so that a fork is a clean start. It is the child subreaper of its
 ranks, so every process that a rank ever makes ends up as a child here once its parents are gone, and ``end_all`` can end the whole tree
 without guessing. When its socket to the agent closes, it ends all and itself: nothing outlives the agent.
+
+While ranks run, as many reserves wait beside them and become the ranks of the next generation: the fork of an interpreter with a framework
+in it, and what it does before its first step, are a large part of a restart.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.rank import run_rank  # here, not after the fork: a rank would spend 15 ms of its restart on it
+from workers.reserve import await_order, settle
 
 PRELOAD: dict[str, tuple[str, ...]] = {
     "pytorch": (
@@ -41,6 +45,7 @@ PRELOAD: dict[str, tuple[str, ...]] = {
 }
 MESSAGE_BYTES = 131_072  # largest message on the socket
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+RESERVE_AFTER_S = 0.3  # of calm after a launch: a reserve is forked while nobody waits for the processor
 _STUCK_S = 5.0  # a killed process that is still there after this long is in the kernel's hands
 
 
@@ -48,9 +53,9 @@ _STUCK_S = 5.0  # a killed process that is still there after this long is in the
 class Child:
     """What a fork is to become; returned by ``serve`` in the child only."""
 
-    role: str  # "rank" | "store" | "trial"
+    role: str  # "rank" | "reserve" | "store" | "trial"
     order: dict[str, Any]
-    fd: int  # the rank's log pipe, or the pipe on which the store says its port; -1: none
+    fd: int  # the rank's log pipe, the socket on which a reserve gets its order, the pipe on which the store says its port; -1: none
 
 
 @dataclass
@@ -59,6 +64,7 @@ class Launcher:
 
     link: socket.socket
     ranks: dict[int, int] = field(default_factory=dict)  # pid -> rank
+    reserves: dict[int, socket.socket] = field(default_factory=dict)  # pid -> where it waits for its order to become a rank
     stores: dict[int, int] = field(default_factory=dict)  # pid -> generation
     trials: set[int] = field(default_factory=set)  # pids of restore tests
 
@@ -67,26 +73,38 @@ class Launcher:
         waker, wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.link, selectors.EVENT_READ)
-            selector.register(waker, selectors.EVENT_READ)
-            while True:
-                for key, _ in selector.select():
-                    if key.fd == waker:
-                        with contextlib.suppress(BlockingIOError):
-                            os.read(waker, 4096)
-                        self.reap()
-                        continue
-                    try:
-                        data, fds, _, _ = socket.recv_fds(self.link, MESSAGE_BYTES, 4)
-                    except ConnectionResetError:  # the agent died with our words unread
-                        data = b""
-                    if not data:
-                        self.end_all(keep_stores_after=None)
-                        return None
-                    child = self.obey(json.loads(data), fds)
-                    if child is not None:
-                        return child
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self.link, selectors.EVENT_READ)
+                selector.register(waker, selectors.EVENT_READ)
+                return self.answer(selector, waker)
+        finally:  # in a child too: a rank inherits none of it
+            signal.set_wakeup_fd(-1)
+            os.close(waker)
+            os.close(wake_end)
+
+    def answer(self, selector: selectors.BaseSelector, waker: int) -> Child | None:
+        while True:
+            lacking = len(self.reserves) < len(self.ranks)
+            ready = selector.select(RESERVE_AFTER_S if lacking else None)
+            if not ready and (child := self.fork_reserve()) is not None:
+                return child
+            for key, _ in ready:
+                if key.fd == waker:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(waker, 4096)
+                    self.reap()
+                    continue
+                try:
+                    data, fds, _, _ = socket.recv_fds(self.link, MESSAGE_BYTES, 4)
+                except ConnectionResetError:  # the agent died with our words unread
+                    data = b""
+                if not data:
+                    self.end_all(keep_stores_after=None)
+                    return None
+                child = self.obey(json.loads(data), fds)
+                if child is not None:
+                    return child
 
     def obey(self, order: dict[str, Any], fds: list[int]) -> Child | None:
         match order["op"]:
@@ -102,19 +120,54 @@ class Launcher:
         return None
 
     def fork_rank(self, order: dict[str, Any], log: int) -> Child | None:
-        pid = os.fork()
+        """A reserve becomes the rank at once; without one the fork costs its tens of milliseconds now."""
+        pid = self.call_reserve(order, log) or os.fork()
         if pid == 0:
+            self.forget_reserves()
             return Child("rank", order, log)
         os.close(log)
         self.ranks[pid] = order["rank"]
         self.say(op="forked", rank=order["rank"], generation=order["generation"], pid=pid)
         return None
 
+    def fork_reserve(self) -> Child | None:
+        like = next(iter(self.ranks))
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MESSAGE_BYTES)
+        with there:
+            try:
+                pid = os.fork()
+            except OSError:  # no memory or no process to spare: the restart will fork, as far as it can
+                here.close()
+                return None
+            if pid == 0:
+                here.close()
+                self.forget_reserves()
+                return Child("reserve", {"like": like}, there.detach())
+        self.reserves[pid] = here
+        return None
+
+    def call_reserve(self, order: dict[str, Any], log: int) -> int | None:
+        """Pid of the reserve that has got the order; None: there is none."""
+        while self.reserves:
+            pid, its = self.reserves.popitem()
+            with its, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # killed, and not yet collected
+                socket.send_fds(its, [json.dumps(order).encode()], [log])
+                return pid
+        return None
+
+    def forget_reserves(self) -> None:
+        """In a child: nothing of the launcher's is left open in a rank."""
+        for its in self.reserves.values():
+            its.close()
+        self.reserves.clear()
+
     def fork_store(self, order: dict[str, Any]) -> Child | None:
         here, there = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(here)
+            self.forget_reserves()
             return Child("store", order, there)
         os.close(there)
         self.stores[pid] = order["generation"]
@@ -126,6 +179,7 @@ class Launcher:
     def fork_trial(self, order: dict[str, Any]) -> Child | None:
         pid = os.fork()
         if pid == 0:
+            self.forget_reserves()
             return Child("trial", order, -1)
         self.trials.add(pid)
         return None
@@ -144,6 +198,8 @@ class Launcher:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGKILL)  # data loader workers and other children end with their rank
                 self.say(op="exited", rank=rank, pid=pid, at=time.time(), code=os.waitstatus_to_exitcode(status))
+            if pid in self.reserves:
+                self.reserves.pop(pid).close()
             if pid in self.trials:
                 self.trials.remove(pid)
                 self.say(op="trial_ended", code=os.waitstatus_to_exitcode(status))
@@ -152,7 +208,7 @@ class Launcher:
                 self.say(op="store_ended", generation=generation)
 
     def end_all(self, keep_stores_after: int | None) -> list[int]:
-        """SIGKILL every descendant but the stores of generations after ``keep_stores_after`` (None: those too).
+        """SIGKILL every descendant but reserves and the stores of generations after ``keep_stores_after`` (None: those too).
 
         Returns pids that would not go.
         """
@@ -161,7 +217,9 @@ class Launcher:
             with contextlib.suppress(ProcessLookupError):  # a fork that has not made its session yet is ended by its pid below
                 os.killpg(pid, signal.SIGKILL)
         while True:
-            kept = {p for p, g in self.stores.items() if keep_stores_after is not None and g > keep_stores_after}
+            kept: set[int] = set()
+            if keep_stores_after is not None:
+                kept = {p for p, g in self.stores.items() if g > keep_stores_after} | set(self.reserves)
             left = [pid for pid in _children() if pid not in kept]
             if not left or time.monotonic() > deadline:
                 return left
@@ -239,10 +297,15 @@ def main() -> None:
     if child is None:
         os._exit(0)  # nothing is left to do, and an interpreter with a framework in it takes long to tear down
     # Only a child gets here, with the stack of the parent's loop unwound.
-    signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     link.close()
     die_with(parent)
+    if child.role == "reserve":
+        settle(child.order["like"])
+        order = await_order(child.fd, MESSAGE_BYTES)
+        if order is None:
+            os._exit(0)
+        child = Child("rank", *order)
     if child.role == "store":
         os.setsid()
         serve_store(child.order, child.fd)

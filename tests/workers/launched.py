@@ -68,6 +68,10 @@ if case == "child":
     os.close(there); os.read(here, 1)
 if case == "daemon": daemon(1); sys.stdout.flush(); time.sleep(600)
 if case == "sleep": print("up"); time.sleep(600)
+if case == "fds":
+    names = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
+    print(sorted(os.path.basename(name).rstrip("0123456789") for name in names))
+    time.sleep(600)
 if case == "zombies": [os._exit(0) for _ in range(50) if os.fork() == 0]
 '''
 
@@ -138,6 +142,17 @@ class Launched:
             lines = self.log(number).read_text().splitlines(keepends=True)
             if lines and lines[0].endswith("\n"):
                 return lines[0].strip()
+            os.sched_yield()
+
+    def children(self) -> list[int]:
+        with open(f"/proc/{self.process.pid}/task/{self.process.pid}/children") as file:
+            return [int(pid) for pid in file.read().split()]
+
+    def reserve(self, rank: int) -> int:
+        """Waits until the launcher keeps one beside the rank with that pid."""
+        while True:
+            if others := [pid for pid in self.children() if pid != rank]:
+                return others[0]
             os.sched_yield()
 
     def kill(self, generation: int = 5) -> None:

@@ -12,6 +12,8 @@ from workers.launcher import MESSAGE_BYTES
 from workers.processes import os_state
 from workers.verdict import DRILL_EXIT_CODE
 
+NOTHING_ELSE_OPEN = "['board-', 'log-', 'log-', 'null']"
+
 
 def test_the_signal_of_the_exit_drill_is_an_exit_code(launcher: Launched) -> None:
     number, pid = launcher.start("sleep")
@@ -57,8 +59,42 @@ def test_every_killed_rank_is_reported_before_the_answer(launcher: Launched) -> 
 def test_no_zombies_are_left(launcher: Launched) -> None:
     launcher.run("zombies")
     launcher.kill()
-    with open(f"/proc/{launcher.process.pid}/task/{launcher.process.pid}/children") as file:
-        assert file.read().split() == []
+    assert [pid for pid in launcher.children() if os_state(pid) == "Z"] == []
+
+
+def test_a_reserve_becomes_the_next_rank(launcher: Launched) -> None:
+    number, pid = launcher.start("fds")
+    assert launcher.first_line(number) == NOTHING_ELSE_OPEN
+    reserve = launcher.reserve(pid)
+    launcher.kill()
+    assert launcher.children() == [reserve]
+    number, pid = launcher.start("fds")
+    assert pid == reserve
+    assert launcher.first_line(number) == NOTHING_ELSE_OPEN
+    assert (os.getsid(pid), os.getpgid(pid)) == (pid, pid)
+    os.kill(pid, signal.SIGKILL)
+    assert launcher.ended(number) == -signal.SIGKILL
+
+
+def test_a_reserve_that_was_killed_is_not_missed(launcher: Launched) -> None:
+    number, pid = launcher.start("sleep")
+    assert launcher.first_line(number) == "up"
+    reserve = launcher.reserve(pid)
+    os.kill(reserve, signal.SIGKILL)
+    assert wait_end(reserve)
+    assert launcher.run("three") == (3, "")
+    assert lives(pid)
+
+
+def test_a_reserve_that_is_not_needed_ends_with_the_launcher(launch: Callable[[list[str]], Launched]) -> None:
+    for end in (Launched.close, lambda one: one.process.kill()):
+        launcher = launch(["python", "case.py"])
+        number, pid = launcher.start("sleep")
+        assert launcher.first_line(number) == "up"
+        reserve = launcher.reserve(pid)
+        end(launcher)
+        assert wait_end(reserve)
+        assert wait_end(pid)
 
 
 def test_the_launcher_has_one_thread(launcher: Launched) -> None:
