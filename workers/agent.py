@@ -304,8 +304,9 @@ class Agent:
         """The ranks have restored: free the memory of staged checkpoints."""
         self._obey(term)
         for url in list(self.staged):
+            del self.staged[url]  # nobody is to count on it from here on
             await asyncio.to_thread(unstage, self.shm, staged_name(url))
-            self.staged.pop(url, None)
+        self._changed()
         return self.status()
 
     async def fetch(self, term: int, step: int, fetches: Sequence[Fetch]) -> AgentStatus:

@@ -37,6 +37,7 @@ from workers.group import (
     StopRanks,
     TakeStacks,
     TerminateRanks,
+    Unstage,
     new_group,
 )
 from workers.messages import AgentStatus, CheckpointFound, GroupPhase, GroupReport, GroupSpec, LaunchOrder, Source, check_schema
@@ -104,8 +105,6 @@ class Coordinator:
         self.group = decision.group
         if self.group.doing != before.doing:
             self.catalog = None if self.group.generation != before.generation else self.catalog
-        if self.group.training and not before.training:  # the ranks have restored, the staged checkpoint has served
-            self._tasks.append(asyncio.create_task(self._quietly_unstage()))
         if replace(self.group, ranks=()) != replace(before, ranks=()):
             self.sequence += 1
             if not any(isinstance(a, StopRanks | Launch) for a in decision.actions):  # those carry the state themselves
@@ -278,6 +277,8 @@ class Coordinator:
                     await self._read_catalog()
                 case Stage(url):
                     await self._all("stage", url)
+                case Unstage():
+                    await self._all("unstage")
                 case FetchPeers(step, fetches):
                     await self._all("fetch", step, fetches)
                 case SaveFinal(generation):
@@ -304,10 +305,6 @@ class Coordinator:
             self.refused = str(error)
         except Exception as error:
             self.catalog_problem = f"{type(error).__name__}: {error}"
-
-    async def _quietly_unstage(self) -> None:
-        with contextlib.suppress(Exception):
-            await self._all("unstage")
 
     # what the control plane calls
 

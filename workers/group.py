@@ -95,8 +95,9 @@ class Group:
     generation: int
     incarnations: dict[int, str] = field(default_factory=dict)  # agents of the generation that trains
     training: bool = False  # this generation has shown that it trains
-    attached: bool = False  # some generation reported steps, so the next one is expected to
+    attached: bool = False  # some generation reported steps, of an earlier attempt too, so the next one is expected to
     best_step: int | None = None
+    step_slowest: float | None = None  # seconds between two steps, of the newest generation that finished two
     failures: tuple[Failure, ...] = ()
     incidents: tuple[Incident, ...] = ()
     recovery: Recovery | None = None
@@ -184,7 +185,13 @@ class Kept:
 def new_group(spec: GroupSpec, now: float) -> Group:
     """The state of a group that does not exist yet."""
     return Group(
-        spec, Doing.PLACING, now, spec.first_generation - 1, failures=spec.prior_failures, best_step=spec.prior_best_step, attached=False
+        spec,
+        Doing.PLACING,
+        now,
+        spec.first_generation - 1,
+        failures=spec.prior_failures,
+        best_step=spec.prior_best_step,
+        attached=spec.prior_best_step is not None,
     )
 
 
@@ -258,6 +265,11 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class Unstage:
+    """The ranks have restored: free the memory of staged checkpoints."""
+
+
+@dataclass(frozen=True)
 class FetchPeers:
     """The agents make the snapshots of ``step`` whole from each other's."""
 
@@ -272,7 +284,7 @@ class SaveFinal:
     generation: int
 
 
-Action = StopRanks | TerminateRanks | TakeStacks | Launch | ReadCatalog | Stage | FetchPeers | SaveFinal
+Action = StopRanks | TerminateRanks | TakeStacks | Launch | ReadCatalog | Stage | Unstage | FetchPeers | SaveFinal
 
 
 @dataclass(frozen=True)

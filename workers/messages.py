@@ -170,7 +170,7 @@ class RankReport:
     step: int | None = None  # newest finished step
     step_at: float | None = None
     step_seconds: float | None = None  # median of the newest steps
-    step_p99: float | None = None
+    step_slowest: float | None = None  # longest time between two of the newest steps, announced phases not counted
     exit_code: int | None = None  # set when it ended by itself
     signal: int | None = None  # set when a signal ended it
     ours: bool = False  # we sent that signal

@@ -20,7 +20,7 @@ def from_board(report: RankReport, seen: BoardView, await_step: int) -> RankRepo
         step=seen.step or None,
         step_at=seen.step_at,
         step_seconds=statistics.median(seen.gaps) if seen.gaps else None,
-        step_p99=max(seen.gaps) if seen.gaps else None,
+        step_slowest=max(seen.gaps) if seen.gaps else None,
         started_at=seen.started_at,
         restored=seen.restored if seen.restored_at else None,
         restored_at=seen.restored_at,

@@ -27,6 +27,7 @@ from workers.group import (
     StopRanks,
     TakeStacks,
     TerminateRanks,
+    Unstage,
     gone_agents,
     ranks_of,
 )
@@ -35,7 +36,7 @@ from workers.incidents import close_all, new_incident
 from workers.locating import from_peers, whole_in_memory, without_storage
 from workers.messages import UNREADABLE, CheckpointFound, FailureClass, Outcome, RankReport, RestoreOrder, Source
 from workers.verdict import Verdict, failed, judge, judge_metrics, judge_success, only_secondary, secondary
-from workers.watching import Silence, settled, silence, training_since
+from workers.watching import Silence, has_served, settled, silence, training_since
 
 CULPRIT_S = 0.3  # how long to wait for the culprit while only consequences were seen
 PLACING_S = 120.0
@@ -70,7 +71,8 @@ def _remember(group: Group, seen: Seen) -> Group:
     steps = [r.step for r in ranks if r.step]
     best = max([*steps, group.best_step or 0]) or None
     attached = group.attached or any(r.attached for r in ranks)
-    return replace(group, ranks=ranks, best_step=best, attached=attached)
+    slowest = max((r.step_slowest for r in ranks if r.step_slowest is not None), default=group.step_slowest)
+    return replace(group, ranks=ranks, best_step=best, attached=attached, step_slowest=slowest)
 
 
 def _place(group: Group, seen: Seen, now: float) -> Decision:
@@ -292,13 +294,14 @@ def _train(group: Group, seen: Seen, now: float) -> Decision:
     if silent is not None:
         return _hang(group, seen, now, ranks, silent)
     group = replace(group, stacks_asked_at=None)
+    freed = (Unstage(),) if any(a.status and a.status.staged for a in seen.agents) and has_served(group, ranks) else ()
     if not group.training:
         ready_at = training_since(group, ranks, now)
         if ready_at is not None and ready_at <= now:
             group = _now_training(group, ranks, now)
         else:
-            return Decision(group, (), "WaitingForFirstStep", min(t for t in (ready_at, hang_at, now + 60.0) if t is not None))
-    return Decision(group, (), "Training", hang_at)
+            return Decision(group, freed, "WaitingForFirstStep", min(t for t in (ready_at, hang_at, now + 60.0) if t is not None))
+    return Decision(group, freed, "Training", hang_at)
 
 
 def _all_left(group: Group, seen: Seen, ranks: tuple[RankReport, ...], now: float) -> Decision:

@@ -64,6 +64,11 @@ def silence(group: Group, seen: Seen, ranks: tuple[RankReport, ...], now: float)
     return None, now + limit - age + 0.05
 
 
+def has_served(group: Group, ranks: tuple[RankReport, ...]) -> bool:
+    """No rank will read the staged checkpoint any more: each has restored, goes on without, or has ended."""
+    return len(ranks) == group.spec.world_size and all(r.restored_at or r.first_step_at or r.ended_at for r in ranks)
+
+
 @dataclass(frozen=True)
 class Silence:
     said: str
@@ -71,9 +76,12 @@ class Silence:
 
 
 def _limit(group: Group, rank: RankReport) -> float:
-    """Seconds of silence that the phase of a rank allows."""
+    """Seconds of silence that the phase of a rank allows. How long steps take is known after two of them, or from earlier generations."""
     spec = group.spec
-    between_steps = spec.hang_s if spec.hang_s is not None else max(HANG_FLOOR_S, HANG_FACTOR * (rank.step_p99 or 0.0))
+    slowest = rank.step_slowest if rank.step_slowest is not None else group.step_slowest
+    between_steps = spec.hang_s
+    if between_steps is None:
+        between_steps = spec.start_s if slowest is None else max(HANG_FLOOR_S, HANG_FACTOR * slowest)
     return PHASE_LIMITS[RankPhase.START if rank.step is None else rank.phase or RankPhase.STEP](spec, between_steps)
 
 

@@ -185,7 +185,7 @@ class SimAgent:
             phase_at=rank.started_at,
             step=rank.step or None,
             step_at=rank.step_at,
-            step_p99=0.5,
+            step_slowest=0.5,
             exit_code=rank.exit_code,
             signal=rank.signal,
             ours=rank.ours,

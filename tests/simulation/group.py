@@ -20,6 +20,7 @@ from workers.group import (
     StopRanks,
     TakeStacks,
     TerminateRanks,
+    Unstage,
     new_group,
 )
 from workers.messages import CheckpointFound, CheckpointRecord, FailureClass, GroupReport, GroupSpec
@@ -164,6 +165,9 @@ class SimGroup:
             case Stage(url):
                 for agent in self._reachable():
                     agent.staged[url] = None
+            case Unstage():
+                for agent in self._reachable():
+                    agent.staged.clear()
             case FetchPeers(step, fetches):
                 for agent in self._reachable():
                     if not self.dice.fault(0.2):  # else the order is lost

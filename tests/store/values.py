@@ -103,7 +103,7 @@ def rank(number: int) -> RankReport:
         step=17,
         step_at=T0 + 0.1,
         step_seconds=0.01,
-        step_p99=0.02,
+        step_slowest=0.02,
         exit_code=1,
         signal=15,
         ours=True,

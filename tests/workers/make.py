@@ -97,6 +97,7 @@ def rank(number: int, **changes: Any) -> RankReport:
         "phase": RankPhase.STEP,
         "step": 40,
         "step_at": NOW - 0.1,
+        "step_slowest": 0.5,
         "started_at": NOW - 20,
         "restored_at": NOW - 19.9,
         "new_step_at": NOW - 19.5,

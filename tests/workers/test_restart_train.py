@@ -28,6 +28,7 @@ from tests.workers.make import (
     said,
     short,
     silent,
+    spec,
     stacks,
     status,
 )
@@ -38,8 +39,10 @@ from workers.group import (
     Group,
     Seen,
     TakeStacks,
+    Unstage,
+    new_group,
 )
-from workers.messages import FailureClass, GroupPhase, Source
+from workers.messages import FailureClass, GroupPhase, RankReport, Source
 from workers.restart import CULPRIT_S, STACKS_S, decide
 
 
@@ -83,7 +86,7 @@ def test_training(seen: Seen, doing: Doing, actions: Any, reason: str) -> None:
     ("before", "seen", "look_again_at"),
     [
         (TRAINS, ranks_seen(rank(0), rank(1, step_at=NOW - 1)), NOW - 0.1 + 10.05),
-        (TRAINS, ranks_seen(rank(0, step_p99=4.0), rank(1)), NOW - 0.1 + 20.05),
+        (TRAINS, ranks_seen(rank(0, step_slowest=4.0), rank(1)), NOW - 0.1 + 20.05),
         (replace(TRAINS, attached=False), ranks_seen(silent(0), silent(1)), None),
         (TRAINS, ranks_seen(silent(0), silent(1)), NOW + 580.05),
         (TRAINS, ranks_seen(VICTIM, rank(1)), NOW - 0.1 + CULPRIT_S),
@@ -157,6 +160,57 @@ def test_incident(seen: Seen, cause: str, kind: FailureClass, blamed_rank: int |
     assert (incident.action, incident.generation, incident.last_step) == (action, GENERATION, 40)
     assert incident.message.startswith(f"{kind}: ")
     assert [f.cause for f in after.failures] == [cause]
+
+
+def test_a_second_step_may_take_as_long_as_a_first() -> None:
+    """How long a step takes is not known yet."""
+    first_done = ranks_seen(*(rank(n, started_at=NOW - 99, step_at=NOW - 60, step_slowest=None) for n in (0, 1)))
+    decision = decide(TRAINS, first_done, NOW)
+    assert short(decision) == (Doing.TRAINING, (), "Training")
+    assert decision.look_again_at == pytest.approx(NOW + 540.05, abs=1e-3)
+
+
+def test_a_restarted_generation_is_watched_as_tightly_as_the_one_before() -> None:
+    known = decide(TRAINS, ranks_seen(rank(0, step_slowest=2.0), rank(1, step_slowest=4.0)), NOW).group
+    assert known.step_slowest == 4.0
+    first_done = [rank(n, generation=GENERATION + 1, step_at=NOW - 15, step_slowest=None) for n in (0, 1)]
+    seen = look(*(status(r.node_index, r, generation=GENERATION + 1) for r in first_done))
+    again = replace(known, generation=GENERATION + 1)
+    assert decide(again, seen, NOW).look_again_at == pytest.approx(NOW + 5.05, abs=1e-3)
+    assert decide(replace(again, step_slowest=2.5), seen, NOW).reason == "TakingStacks"
+
+
+READ_AT = {"/c/30": None}
+FRESH = {"restored_at": None, "step": None, "step_at": None, "new_step_at": None}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "freed"),
+    [
+        pytest.param((rank(0), rank(1, **FRESH)), False, id="one has not restored"),
+        pytest.param((rank(0, **FRESH), rank(1, **FRESH)), False, id="none has"),
+        pytest.param((rank(0),), False, id="one is not heard of"),
+        pytest.param((rank(0), rank(1, **FRESH | {"restored_at": NOW - 1})), True, id="all have, one without a new step"),
+        pytest.param((rank(0), rank(1, **FRESH | {"first_step_at": NOW - 1})), True, id="one trains without"),
+        pytest.param((rank(0), ended(1, **FRESH)), True, id="one has ended"),
+    ],
+)
+def test_a_staged_checkpoint_stays_until_all_ranks_have_restored(ranks: tuple[RankReport, ...], freed: bool) -> None:
+    seen = look(*(status(r.node_index, r, staged=READ_AT) for r in ranks))
+    for before in (TRAINS, STARTS):
+        assert decide(before, seen, NOW).actions == ((Unstage(),) if freed else ())
+
+
+def test_a_later_attempt_expects_steps_where_an_earlier_one_reported_them() -> None:
+    """A script that needs long before workers.start() has not trained yet, and one that hangs there is found."""
+    launched = ranks_seen(silent(0), silent(1))
+    for prior, training in ((40, False), (None, True)):
+        before = replace(
+            new_group(spec(prior_best_step=prior), NOW), doing=Doing.TRAINING, generation=GENERATION, incarnations=STARTS.incarnations
+        )
+        decision = decide(before, launched, NOW)
+        assert decision.group.training is training
+        assert (decision.look_again_at is not None) is (not training)
 
 
 def test_a_consequence_alone_is_judged_after_a_moment() -> None:
