@@ -16,11 +16,17 @@ class NodeGone(Exception):
     """Ray says that the node is not alive."""
 
 
-def make_agent(spec: GroupSpec, index: int) -> Any:
-    """The agent of one node, found or made; whoever comes first makes it. Raises NodeGone."""
+def address_of(spec: GroupSpec, index: int) -> str:
+    """Where a node of the group is reached. Raises NodeGone."""
     node = next((n for n in ray.nodes() if n["NodeID"] == spec.nodes[index].node_id), None)
     if node is None or not node["Alive"]:
         raise NodeGone(f"node {spec.nodes[index].node_id} has left the cluster")
+    return str(node["NodeManagerAddress"])
+
+
+def make_agent(spec: GroupSpec, index: int) -> Any:
+    """The agent of one node, found or made; whoever comes first makes it. Raises NodeGone."""
+    address = address_of(spec, index)
     options: dict[str, Any] = {
         "name": agent_name(spec.key, index),
         "lifetime": "detached",
@@ -31,4 +37,4 @@ def make_agent(spec: GroupSpec, index: int) -> Any:
         "max_concurrency": 1000,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(ray.util.get_placement_group(spec.key), placement_group_bundle_index=index),
     }
-    return ray.remote(Agent).options(**options).remote(spec, index, node["NodeManagerAddress"])
+    return ray.remote(Agent).options(**options).remote(spec, index, address)

@@ -17,7 +17,7 @@ from typing import Any
 from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
 from workers.agent import StaleLeader
-from workers.agents import NodeGone, make_agent
+from workers.agents import NodeGone, address_of, make_agent
 from workers.checkpoint.background import in_thread
 from workers.checkpoint.lease import Fenced
 from workers.clocks import Offset, on_our_clock
@@ -197,6 +197,7 @@ class Coordinator:
                 self._heard(index, await asyncio.wait_for(agent.poll.remote(self.term, status.version if status else 0), POLL_S))
             except TimeoutError:
                 self._missed(index, died=False)
+                await self._look_for_node(index)
             except (ActorDiedError, LookupError):
                 self._missed(index, died=True)
                 await self._replace_agent(index)
@@ -218,11 +219,23 @@ class Coordinator:
             self._heard(index, status)
             self._update(self.group.say(time.time(), "AgentReplaced", f"node {index} has a new agent; its launcher warms up"))
         except NodeGone:
-            self.seen[index] = replace(self.seen[index], node_lost=True)
-            self._wake.set()
+            self._lost(index)
         except Exception as error:
             _log.warning("agent %s cannot be made yet: %s", index, error)
+            await self._look_for_node(index)
         await asyncio.sleep(0.05)
+
+    async def _look_for_node(self, index: int) -> None:
+        """An agent that was asked for on a node whose end was not known yet will never answer."""
+        with contextlib.suppress(Exception):
+            try:
+                await asyncio.to_thread(address_of, self.spec, index)
+            except NodeGone:
+                self._lost(index)
+
+    def _lost(self, index: int) -> None:
+        self.seen[index] = replace(self.seen[index], node_lost=True)
+        self._wake.set()
 
     def _heard(self, index: int, status: AgentStatus) -> None:
         known = self.seen[index].status

@@ -23,6 +23,7 @@ from workers.processes import SHM
 
 SCRIPTS = Path(__file__).parent / "scripts"
 EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS = 120  # of the training that `shakespeare` starts
 FINAL = ("SUCCEEDED", "FAILED", "CANCELLED")
 KEEPSTEP = str(Path(sys.executable).with_name("keepstep"))
 
@@ -90,6 +91,11 @@ class Server:
     def post(self, path: str, body: Any = None) -> httpx.Response:
         return self.http.post(f"/api/v1{path}", json=body)
 
+    def log_tail(self, job: Job, rank: int) -> str:
+        """As the server shows it."""
+        response = self.http.get(f"/api/v1/jobs/{job.id}/logs", params={"rank": rank, "tail": 20})
+        return response.raise_for_status().text
+
     def bundle(self, files: dict[str, bytes]) -> str:
         packed = io.BytesIO()
         with zipfile.ZipFile(packed, "w") as archive:
@@ -114,11 +120,20 @@ class Server:
         assert response.status_code == 201, response.text
         return Job(self, response.json()["id"])
 
-    def toy(self, fault: str = "", **spec: Any) -> Job:
-        """Two ranks on one node, so that one launcher is enough."""
+    def script(self, name: str, fault: str = "", **spec: Any) -> Job:
+        """One of ``scripts``: two ranks on one node, so that one launcher is enough, unless told otherwise."""
         env = {"FAULT": fault, "OMP_NUM_THREADS": "1"} | spec.pop("env", {})
-        spec["resources"] = {"nodes": 1, "processes_per_node": 2} | spec.pop("resources", {})
-        return self.submit({"train.py": (SCRIPTS / "toy.py").read_text()}, env=env, **spec)
+        resources = {"nodes": 1, "processes_per_node": 2} | spec.pop("resources", {})
+        return self.submit({"train.py": (SCRIPTS / f"{name}.py").read_text()}, env=env, resources=resources, **spec)
+
+    def counting(self, fault: str = "", **spec: Any) -> Job:
+        return self.script("counts", fault, framework="plain", checkpoint={}, **spec)
+
+    def training(self, **spec: Any) -> Job:
+        """One rank on each of two nodes; a snapshot after every step."""
+        checkpoint = {"snapshot_every_steps": 1} | spec.pop("checkpoint", {})
+        resources = {"nodes": 2, "processes_per_node": 1} | spec.pop("resources", {})
+        return self.script("trains", checkpoint=checkpoint, resources=resources, **spec)
 
     def example(self, name: str, command: list[str], **spec: Any) -> Job:
         folder = EXAMPLES / name
@@ -153,6 +168,19 @@ class Job:
     def wait_step(self, step: int, limit_s: float = 60.0) -> None:
         wait_for(f"{self.id} made step {step}", lambda: (self.get()["step"] or 0) >= step, limit_s)
 
+    def let_finish(self) -> None:
+        """For the scripts that go on until they are told that it is enough."""
+        (self.home / "work" / "enough").touch()
+
+    def recovered(self, count: int) -> dict[str, Any]:
+        """The newest incident, once as many are behind the job."""
+
+        def behind() -> Any:
+            done = [i for i in self.items("incidents") if i["recovery_seconds"]]
+            return len(done) == count and done[-1]
+
+        return wait_for(f"recovery {count}", behind)
+
     def pid(self, rank: int) -> int:
         return wait_for("a pid", lambda: next((r["pid"] for r in self.items("ranks") if r["rank"] == rank and r["ended_at"] is None), None))
 
@@ -163,6 +191,10 @@ class Job:
 
     def steps(self, rank: int) -> list[int]:
         return [int(n) for n in re.findall(r"^step=(\d+) ", self.log(rank), re.M)]
+
+    def noted(self, rank: int) -> list[int]:
+        """Steps that a rank of ``training`` made."""
+        return [int(line) for line in (self.home / "work" / f"steps-{rank}").read_text().splitlines()]
 
     def processes(self) -> list[int]:
         """Living processes that carry the job's id in their environment."""
@@ -195,6 +227,29 @@ class Job:
                 except OSError:
                     continue
         return found
+
+
+def shakespeare(server: Server, **spec: Any) -> Job:
+    """The training that ends with the weights of the ``unbroken`` one, whatever happens to it."""
+    command = ["python", "train.py", "--steps", str(STEPS), "--sample", "1"]
+    checkpoint = {"every_steps": 40, "snapshot_every_steps": 1} | spec.pop("checkpoint", {})
+    return server.example("shakespeare", command, checkpoint=checkpoint, **spec)
+
+
+def weights(job: Job) -> str:
+    """Of the trained network."""
+    found = re.findall(r"^weights=(\w{64})$", job.log(0), re.M)
+    assert len(set(found)) == 1
+    return str(found[0])
+
+
+@pytest.fixture(scope="session")
+def unbroken(server: Server) -> str:
+    """Weights of the training that nothing happened to."""
+    job = shakespeare(server)
+    assert job.wait(200)["state"] == "SUCCEEDED"
+    assert job.items("incidents") == []
+    return weights(job)
 
 
 @pytest.fixture(scope="session")

@@ -100,22 +100,45 @@ def test_no_process_of_it_hears_the_terminal_of_the_server(cluster: daemon.Clust
     assert all(os.getsid(process.pid) != os.getsid(0) for process in _marked(cluster))
 
 
-def test_two_live_side_by_side_and_one_goes_alone(cluster: daemon.Cluster, state_dir: Path, tmp_path: Path) -> None:
+def test_two_live_side_by_side_and_one_goes_with_all_that_it_started_and_alone(
+    cluster: daemon.Cluster, state_dir: Path, tmp_path: Path
+) -> None:
     other = daemon.start(tmp_path, nodes=1)
     try:
         assert {other.address, other.token, other.temp_dir}.isdisjoint({cluster.address, cluster.token, cluster.temp_dir})
-        session.connect(other.address, other.token)
-        assert len(RayNodes(SystemClock()).nodes()) == 2
         session.connect(cluster.address, cluster.token)
         assert len(RayNodes(SystemClock()).nodes()) == 3
+        session.connect(other.address, other.token)
+        assert len(RayNodes(SystemClock()).nodes()) == 2
+        child = _deaf_child_of_an_actor()
+        assert child in _marked(other)
+        session.disconnect()
     finally:
         before = {process.pid for process in _marked(cluster)}
         assert daemon.stop(tmp_path)
     assert _traces(other) == []
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    assert not (tmp_path / "cluster.json").exists()
     assert before <= {process.pid for process in _marked(cluster)}
     assert daemon.find(state_dir) == cluster
     assert daemon.find(tmp_path) is None
     assert not daemon.stop(tmp_path)
+
+
+def _deaf_child_of_an_actor() -> psutil.Process:
+    """Deaf to SIGTERM, in a session of its own, and without a parent soon; the actor has made folders of the cluster too."""
+    import ray
+
+    @ray.remote(num_cpus=0)
+    class Parent:
+        def start(self) -> int:
+            for folder in (daemon.shared_memory, daemon.temporary_files):
+                folder(os.environ[daemon.CLUSTER_MARK]).mkdir(parents=True)
+            child = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(1000)"
+            return subprocess.Popen([sys.executable, "-c", child], start_new_session=True).pid
+
+    parent = Parent.options(lifetime="detached", name="parent").remote()
+    return psutil.Process(ray.get(parent.start.remote(), timeout=30))
 
 
 def test_a_control_service_that_is_silent_is_unavailable_until_it_speaks(cluster: daemon.Cluster, nodes: RayNodes) -> None:
@@ -148,31 +171,6 @@ def test_a_lost_node_stays_in_view(cluster: daemon.Cluster, nodes: RayNodes) -> 
     (lost,) = [node for node in nodes.nodes() if node.state == NodeState.UNREACHABLE]
     assert lost.name == "local-2"
     assert lost.conditions
-
-
-def test_a_stop_leaves_nothing_of_actors_and_what_they_started(tmp_path: Path) -> None:
-    cluster = daemon.start(tmp_path, nodes=1)
-    session.connect(cluster.address, cluster.token)
-    import ray
-
-    @ray.remote(num_cpus=0)
-    class Parent:
-        def start(self) -> int:
-            daemon.shared_memory(os.environ[daemon.CLUSTER_MARK]).mkdir(parents=True)
-            # Deaf to SIGTERM, in a session of its own, and without a parent soon.
-            child = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(1000)"
-            return subprocess.Popen([sys.executable, "-c", child], start_new_session=True).pid
-
-    parent = Parent.options(lifetime="detached", name="parent").remote()
-    child = psutil.Process(ray.get(parent.start.remote(), timeout=30))
-    assert child in _marked(cluster)
-    session.disconnect()
-    began = time.monotonic()
-    assert daemon.stop(tmp_path)
-    assert time.monotonic() - began < 10
-    assert _traces(cluster) == []
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
-    assert not (tmp_path / "cluster.json").exists()
 
 
 def test_a_start_that_was_killed_midway_can_be_stopped(tmp_path: Path) -> None:

@@ -49,17 +49,17 @@ def test_a_rank_that_sleeps_outside_of_the_collective_is_named_with_its_stack(se
     assert incident["lost_steps"] == 0
     recovered_after = incident["recovery_seconds"]
     assert 3.0 <= recovered_after < time.time() - stuck_at + 1
-    assert 3000 <= incident["phases_ms"]["detect"] < 3000 + 2000
+    assert 3000 <= incident["phases_ms"]["detect"] < 10_000
 
 
 QUIET = "import os, time\nprint('up', flush=True)\ntime.sleep(1000 if os.environ['KEEPSTEP_GENERATION'] < '9' else 0)\n"
 
 
 def test_a_script_without_steps_that_is_silent_is_not_started_for_ever(server: Server) -> None:
-    job = server.submit({"train.py": QUIET}, framework="plain", resources={"nodes": 1}, checkpoint={}, timeouts={"silence_s": 2})
+    job = server.submit({"train.py": QUIET}, framework="plain", resources={"nodes": 1}, checkpoint={}, timeouts={"silence_s": 1})
     ended = job.wait()
     assert (ended["state"], ended["reason"]) == ("FAILED", "NoProgress")
     incidents = job.items("incidents")
     assert [i["cause"] for i in incidents] == ["hang"] * 3
-    assert "no log output and no CPU time for 2" in incidents[0]["message"]
+    assert "no log output and no CPU time for 1" in incidents[0]["message"]
     assert "<module> (train.py:3)" in incidents[0]["excerpt"]

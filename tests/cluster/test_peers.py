@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import Job, Server, kill, wait_for
+from tests.cluster.conftest import Job, Server, kill, shakespeare, wait_for, weights
 from workers.checkpoint.slots import read_header
 from workers.processes import SHM
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
-
-SPEC = {"checkpoint": {"every_steps": 15, "snapshot_every_steps": 1}, "resources": {"nodes": 2, "processes_per_node": 1}}
-COMMAND = ["python", "train.py", "--steps", "80", "--sample", "1"]
 
 
 def memory(job: Job, node: int) -> Path:
@@ -56,21 +52,13 @@ def mirrored(job: Job) -> int | None:
     return int(files[0][0].split("/")[0].removeprefix("copies-"))
 
 
-def recovered(job: Job, count: int) -> dict[str, object]:
-    done = wait_for(f"recovery {count}", lambda: len(i := [i for i in job.items("incidents") if i["recovery_seconds"]]) == count and i)
-    return dict(done[-1])
-
-
-def test_damaged_and_lost_memory_is_made_whole_by_the_other_node(server: Server) -> None:
-    whole = server.example("shakespeare", COMMAND, **SPEC)
-    assert whole.wait(120)["state"] == "SUCCEEDED"
-
-    job = server.example("shakespeare", COMMAND, **SPEC)
+def test_damaged_and_lost_memory_is_made_whole_by_the_other_node(server: Server, unbroken: str) -> None:
+    job = shakespeare(server, checkpoint={"every_steps": 15})
     job.wait_step(10)
     _, victim = stop(job)
     damage_shared_part(memory(job, 0))
     kill(victim)
-    incident = recovered(job, 1)
+    incident = job.recovered(1)
     assert (incident["restored_from"], incident["blamed_rank"]) == ("peer", 1)
     assert incident["lost_steps"] in (0, 1)
 
@@ -79,13 +67,11 @@ def test_damaged_and_lost_memory_is_made_whole_by_the_other_node(server: Server)
     step = wait_for("a memory checkpoint", lambda: mirrored(job))
     shutil.rmtree(memory(job, 1))
     kill(victim)
-    incident = recovered(job, 2)
+    incident = job.recovered(2)
     assert (incident["restored_from"], incident["resumed_step"]) == ("peer", step)
     assert step % 15 == 0
 
     assert job.wait(120)["state"] == "SUCCEEDED"
     assert job.reasons().count("PeerStateTaken") == 2
-    weights = [re.findall(r"^weights=(\w+)", each.log(0), re.M) for each in (whole, job)]
-    assert weights[0] == weights[1]
-    assert len(weights[0]) == 1
+    assert weights(job) == unbroken
     job.assert_nothing_left()

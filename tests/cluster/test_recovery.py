@@ -15,18 +15,18 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
 def assert_no_gap(job: Job, last: int) -> None:
-    """Every step is in every rank's log; a step may be there twice where one was done again."""
+    """Every rank made every step; one may be there twice where it was done again."""
     for rank in (0, 1):
-        steps = job.steps(rank)
+        steps = job.noted(rank)
         assert set(steps) == set(range(1, last + 1))
         assert all(b - a == 1 or b <= a for a, b in pairwise(steps))
 
 
-def test_training_outlives_rank_agent_coordinator_and_server(server: Server) -> None:
-    job = server.example("shakespeare", ["python", "train.py", "--steps", "260"], checkpoint={"every_steps": 50, "snapshot_every_steps": 1})
+def test_training_outlives_rank_agent_coordinator_all_of_these_and_server(server: Server) -> None:
+    job = server.training(checkpoint={"every_steps": 50})
     job.wait_step(20)
     killed_at = kill(job.pid(1))
-    incident = wait_for("the rank's recovery", lambda: [i for i in job.items("incidents") if i["recovery_seconds"]])[0]
+    incident = job.recovered(1)
     assert (incident["cause"], incident["signal"], incident["blamed_rank"], incident["class"]) == ("signal", 9, 1, "infrastructure")
     assert incident["restored_from"] == "memory"
     assert incident["lost_steps"] in (0, 1)
@@ -37,39 +37,31 @@ def test_training_outlives_rank_agent_coordinator_and_server(server: Server) -> 
     assert killed_at - 0.01 <= os.path.getmtime(job.home / "logs/a1/g1")
 
     kill(job.actors("Agent")[0])
-    wait_for("the agent's recovery", lambda: len([i for i in job.items("incidents") if i["recovery_seconds"]]) == 2)
-    assert job.items("incidents")[1]["cause"] == "agent_lost"
-    assert job.get()["attempt"] == 1
+    assert job.recovered(2)["cause"] == "agent_lost"
 
     kill(job.actors("Coordinator")[0])
     wait_for("the coordinator's return", lambda: "CoordinatorRestarted" in job.reasons())
+    assert job.get()["generation"] == 2, "the coordinator's death must not touch the ranks"
 
-    generation = job.get()["generation"]
+    for pid in (*job.actors("Coordinator"), *job.actors("Agent")):
+        kill(pid)
+    incident = job.recovered(3)
+    assert (incident["cause"], incident["restored_from"]) == ("agent_lost", "memory")
+    assert job.reasons().count("CoordinatorRestarted") == 2
+
     server.kill()
     server.up()
-    ended = job.wait(120)
-    assert (ended["state"], ended["reason"], ended["step"]) == ("SUCCEEDED", "Completed", 260)
-    assert ended["generation"] == generation, "the server's death must not touch the ranks"
-    assert_no_gap(job, 260)
+    job.wait_step(job.get()["step"] + 5)
+    job.let_finish()
+    ended = job.wait()
+    assert (ended["state"], ended["reason"], ended["attempt"]) == ("SUCCEEDED", "Completed", 1)
+    assert ended["generation"] == 3, "the server's death must not touch the ranks"
+    assert_no_gap(job, ended["step"])
     job.assert_nothing_left()
 
 
-def test_coordinator_and_all_agents_die_at_once(server: Server) -> None:
-    job = server.example("shakespeare", ["python", "train.py", "--steps", "120", "--sample", "1"], checkpoint={"snapshot_every_steps": 1})
-    job.wait_step(20)
-    for pid in (*job.actors("Coordinator"), *job.actors("Agent")):
-        kill(pid)
-    ended = job.wait(120)
-    assert (ended["state"], ended["generation"]) == ("SUCCEEDED", 1)
-    assert "CoordinatorRestarted" in job.reasons()
-    (incident,) = job.items("incidents")
-    assert (incident["cause"], incident["restored_from"]) == ("agent_lost", "memory")
-    assert incident["recovery_seconds"] > 0
-    assert_no_gap(job, 120)
-
-
 def test_a_plain_script_with_four_ranks_killed_twice_ends_right(server: Server) -> None:
-    job = server.toy(resources={"nodes": 2}, env={"STEPS": "100"}, checkpoint={})
+    job = server.script("toy", resources={"nodes": 2}, env={"STEPS": "100"}, checkpoint={})
     for generation, rank in ((0, 3), (1, 0)):
         wait_for("some steps", lambda g=generation: f"step={20 + 30 * g} " in job.log(0))
         kill(job.pid(rank))
@@ -100,25 +92,29 @@ def test_keras_goes_on_at_the_next_batch_with_the_weights_of_the_unbroken_run(se
     assert len(weights[0]) == 1
 
 
-@pytest.mark.parametrize("fault", ["kill", "stop", "hang", "oom", "exit", "agent"])
-def test_drills_inject_real_faults_and_the_job_recovers(server: Server, fault: str) -> None:
-    spec = {"checkpoint": {"snapshot_every_steps": 1}, "timeouts": {"hang_s": 3}}
-    job = server.example("shakespeare", ["python", "train.py", "--steps", "150", "--sample", "1"], **spec)
-    job.wait_step(5)
-    answer = server.post(f"/jobs/{job.id}/drills", {"fault": fault, "rank": 1})
-    assert answer.status_code in (200, 201, 202), answer.text
-    assert job.wait(120)["state"] == "SUCCEEDED"
-    (incident,) = job.items("incidents")
-    cause, signal_number, code = {
-        "kill": ("signal", int(signal.SIGKILL), None),
-        "stop": ("hang", None, None),
-        "hang": ("hang", None, None),
-        "oom": ("exception", None, 1) if "MemoryError instead" in answer.text else ("oom_killed", int(signal.SIGKILL), None),
-        "exit": ("exit_code", None, 35),
-        "agent": ("agent_lost", None, None),
-    }[fault]
-    assert (incident["cause"], incident["signal"], incident["exit_code"], incident["drill"]) == (cause, signal_number, code, fault)
-    assert incident["blamed_rank"] == (None if fault == "agent" else 1)
-    assert incident["class"] == ("out_of_memory" if fault == "oom" else "infrastructure")
-    assert incident["recovery_seconds"] is not None
-    assert_no_gap(job, 150)
+INFRASTRUCTURE, KILLED = "infrastructure", int(signal.SIGKILL)
+
+
+def test_drills_inject_real_faults_and_the_job_recovers(server: Server) -> None:
+    job = server.training(timeouts={"hang_s": 3})
+    expected = {
+        "kill": ("signal", KILLED, None, 1, INFRASTRUCTURE),
+        "stop": ("hang", None, None, 1, INFRASTRUCTURE),
+        "hang": ("hang", None, None, 1, INFRASTRUCTURE),
+        "oom": ("oom_killed", KILLED, None, 1, "out_of_memory"),
+        "exit": ("exit_code", None, 35, 1, INFRASTRUCTURE),
+        "agent": ("agent_lost", None, None, None, INFRASTRUCTURE),
+    }
+    for count, fault in enumerate(expected, 1):
+        job.wait_step((job.get()["step"] or 0) + 5)
+        answer = server.post(f"/jobs/{job.id}/drills", {"fault": fault, "rank": 1})
+        assert answer.status_code == 200, answer.text
+        if "MemoryError instead" in answer.text:  # no small cgroup can be made here
+            expected[fault] = ("exception", None, 1, 1, "out_of_memory")
+        incident = job.recovered(count)
+        told = tuple(incident[name] for name in ("cause", "signal", "exit_code", "blamed_rank", "class"))
+        assert (told, incident["drill"]) == (expected[fault], fault)
+    job.let_finish()
+    ended = job.wait()
+    assert (ended["state"], ended["attempt"], ended["generation"]) == ("SUCCEEDED", 1, len(expected))
+    assert_no_gap(job, ended["step"])

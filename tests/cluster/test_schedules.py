@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import re
 import signal
 import time
 from dataclasses import dataclass
@@ -13,18 +12,9 @@ from dataclasses import dataclass
 import psutil
 import pytest
 
-from tests.cluster.conftest import FINAL, Job, Server, kill, wait_for
+from tests.cluster.conftest import FINAL, STEPS, Job, Server, kill, shakespeare, wait_for, weights
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
-
-STEPS = 120
-SPEC = {
-    "resources": {"nodes": 2, "processes_per_node": 1, "cpus_per_node": 1, "memory_gb": 1},
-    "checkpoint": {"every_steps": 40, "snapshot_every_steps": 1},
-    "timeouts": {"hang_s": 3},
-}
-COMMAND = ["python", "train.py", "--steps", str(STEPS), "--sample", "1"]
-_unbroken: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -76,29 +66,21 @@ def inject(job: Job, fault: Fault) -> None:
                 kill(pid)
 
 
-def weights(job: Job) -> str:
+def assert_succeeded(job: Job) -> None:
     ended = job.wait(200)
     assert (ended["state"], ended["attempt"], ended["step"]) == ("SUCCEEDED", 1, STEPS), ended
-    found = re.findall(r"^weights=(\w{64})$", job.log(0), re.M)
-    assert len(set(found)) == 1
-    return str(found[0])
-
-
-def unbroken(server: Server) -> str:
-    if not _unbroken:
-        _unbroken.append(weights(server.example("shakespeare", COMMAND, **SPEC)))
-    return _unbroken[0]
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
-def test_any_faults_leave_the_weights_of_the_unbroken_run(server: Server, seed: int) -> None:
-    expected = unbroken(server)
-    job = server.example("shakespeare", COMMAND, **SPEC)
+def test_any_faults_leave_the_weights_of_the_unbroken_run(server: Server, unbroken: str, seed: int) -> None:
+    job = shakespeare(server, timeouts={"hang_s": 3})
     for fault in schedule(seed):
         wait_for(f"step {fault.step}", lambda at=fault.step: (job.get()["step"] or 0) >= at or job.get()["state"] == "SUCCEEDED", 120)
         inject(job, fault)
-    assert weights(job) == expected, schedule(seed)
-    assert set(job.steps(0)) == set(job.steps(1)) == set(range(1, STEPS + 1))
+    assert_succeeded(job)
+    assert weights(job) == unbroken, schedule(seed)
+    if all(fault.what != "agent" for fault in schedule(seed)):  # with an agent goes what ranks printed last
+        assert set(job.steps(0)) == set(job.steps(1)) == set(range(1, STEPS + 1))
     for incident in job.items("incidents"):
         assert incident["recovered_at"] is not None, incident
         assert incident["restored_from"] in ("memory", "none"), incident
@@ -110,10 +92,9 @@ OFFSETS_S = (0.0, 0.01, 0.02, 0.03, 0.05, 0.07, 0.09, 0.12, 0.16, 0.25)
 
 
 @pytest.mark.parametrize("second", ["launcher's children", pytest.param("coordinator", marks=pytest.mark.slow)])
-def test_a_second_fault_at_any_moment_of_a_recovery(server: Server, second: str) -> None:
+def test_a_second_fault_at_any_moment_of_a_recovery(server: Server, unbroken: str, second: str) -> None:
     """The first ends a rank, the next comes while ranks are ended, state is looked for, ranks start and restore."""
-    expected = unbroken(server)
-    job = server.example("shakespeare", COMMAND, **SPEC, restart={"max_infrastructure": 100})
+    job = shakespeare(server, timeouts={"hang_s": 3}, restart={"max_infrastructure": 100})
     launchers = [psutil.Process(psutil.Process(job.pid(rank)).ppid()) for rank in (0, 1)]
     for number, offset in enumerate(OFFSETS_S, 1):
         at = number * (STEPS - 40) // len(OFFSETS_S)
@@ -126,7 +107,8 @@ def test_a_second_fault_at_any_moment_of_a_recovery(server: Server, second: str)
         for pid in victims:  # on node 0 the rendezvous stores are among them
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    assert weights(job) == expected
+    assert_succeeded(job)
+    assert weights(job) == unbroken
     assert len(job.items("incidents")) >= len(OFFSETS_S) // 2
     assert all(incident["recovered_at"] is not None for incident in job.items("incidents"))
     job.assert_nothing_left()

@@ -1,10 +1,9 @@
 """A plain DDP script that knows nothing of KeepStep: linear model, own torch.save every 10 steps, resumes by itself.
 
-``FAULT=<rank>:<step>:<kind>`` makes that rank do it at that step, in the first generation only where ``:once`` is added.
+``FAULT=<rank>:<step>:<kind>`` makes that rank raise, leave or sleep at that step; several have commas between them.
 """
 
 import os
-import subprocess
 import sys
 import time
 
@@ -18,32 +17,13 @@ SNAPSHOT = os.path.join(os.environ["KEEPSTEP_CHECKPOINT_DIR"], "toy.pt")
 
 
 def fault(rank: int, step: int) -> None:
-    plan = os.environ.get("FAULT", "").split(":")
-    if len(plan) < 3 or (int(plan[0]), int(plan[1])) != (rank, step):
-        return
-    if plan[3:] == ["once"] and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
-        return
-    match plan[2]:
-        case "exc":
+    for plan in os.environ.get("FAULT", "").split(","):
+        if plan == f"{rank}:{step}:raise":
             raise ValueError("the toy broke on purpose")
-        case "exit0":
+        if plan == f"{rank}:{step}:leave":
             os._exit(0)
-        case "exit3":
-            print("last words before exit 3", flush=True)
-            os._exit(3)
-        case "kill9":
-            os.kill(os.getpid(), 9)
-        case "sleep":
+        if plan == f"{rank}:{step}:sleep":
             time.sleep(3600)
-        case "orphan":
-            subprocess.Popen(["setsid", "sh", "-c", "sleep 3001 & sleep 3002"])
-        case "noise":
-            line = b"x" * 1023 + b"\n"
-            end = time.time() + 2
-            while time.time() < end:
-                os.write(1, line * 256)
-        case "binary":
-            os.write(1, bytes(range(256)) * 4096 + "🚀".encode() + b"\nafter the bytes\n")
 
 
 def main() -> None:
