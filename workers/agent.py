@@ -35,7 +35,8 @@ from workers.staging import bring, staged_name
 from workers.workdir import CannotPrepare, local_path, missing, prepare
 
 BEAT_S = 0.5  # longest silence of a poll
-LOOK_S = 0.02  # between two readings of the boards
+LOOK_S = 0.02  # between two readings of the boards, while ranks start
+STEADY_LOOK_S = 0.1  # while they train, for a reading takes a processor a millisecond; their end is told by the launcher
 STRAY_LOOK_S = 0.2  # between two looks whether anybody leads this agent
 LEASE_S = 60.0
 
@@ -104,15 +105,12 @@ class Agent:
 
     async def _watch(self) -> None:
         """Read boards and pins; start a new launcher when the old one is gone."""
+        looked_at = 0.0
         while not self._closed:
             await asyncio.sleep(LOOK_S)
-            if self.ranks.living:
-                with contextlib.suppress(OSError, ValueError):  # a board that is being replaced; the next look finds it whole
-                    self.ranks.read_boards()
-                pinned = {r: s for r, s in pinned_steps(self.shm, self.ranks.numbers).items() if s is not None}
-                if pinned != self.pinned:
-                    self.pinned = pinned
-                    self._changed()
+            if self.ranks.living and (not self.ranks.steady or time.monotonic() - looked_at >= STEADY_LOOK_S):
+                looked_at = time.monotonic()
+                self._look()
             if self.spec.success_files and self._missing is None and self.ranks.all_left and self._work is not None:
                 self._missing = await asyncio.to_thread(missing, self._work, self.spec.success_files)
                 self._changed()
@@ -127,6 +125,15 @@ class Agent:
                 except OSError as error:
                     self.ranks.problem = f"its launcher cannot be started: {error}"
                     self._changed()
+
+    def _look(self) -> None:
+        """Boards first, then pins: whoever sees a rank beyond a step must see that it pinned it."""
+        with contextlib.suppress(OSError, ValueError):  # a board that is being replaced; the next look finds it whole
+            self.ranks.read_boards()
+        pinned = {r: s for r, s in pinned_steps(self.shm, self.ranks.numbers).items() if s is not None}
+        if pinned != self.pinned:
+            self.pinned = pinned
+            self._changed()
 
     async def _keep_lease(self) -> None:
         """Without a leader, or without the raylet that it belongs to, an agent is a stray: nobody can reach it to end it."""
@@ -155,6 +162,8 @@ class Agent:
 
     def status(self) -> AgentStatus:
         stopped = self.surveyed >= self.ranks.generation and not self.ranks.living
+        if self.ranks.living:
+            self._look()
         return AgentStatus(
             index=self.index,
             incarnation=self.incarnation,

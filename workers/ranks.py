@@ -325,6 +325,11 @@ class Ranks:
         return any(r.report.ended_at is None for r in self._ranks.values())
 
     @property
+    def steady(self) -> bool:
+        """All ranks have finished a new step and go on."""
+        return all(r.report.new_step_at is not None and r.report.ended_at is None for r in self._ranks.values())
+
+    @property
     def all_left(self) -> bool:
         """Every rank here has ended with 0."""
         return bool(self._ranks) and all(r.report.exit_code == 0 for r in self._ranks.values())
@@ -343,11 +348,7 @@ class Ranks:
         return {n: r.report.pid for n, r in self._ranks.items() if r.report.ended_at is None and r.report.pid is not None}
 
     def silent(self) -> dict[int, float]:
-        """Seconds since each rank last showed a step or a phase, as of now."""
-        with contextlib.suppress(OSError, ValueError):
-            for rank in self._ranks.values():
-                if rank.report.ended_at is None:
-                    self._read_board(rank)
+        """Seconds since each rank was last seen to show a step or a phase."""
         return {number: rank.signs.silent_s for number, rank in self._ranks.items()}
 
     def quiet(self) -> dict[int, float]:

@@ -1,7 +1,8 @@
 """The same training twice: as a bare script, and with KeepStep's API. Half of a step computes, half of it sleeps.
 
 The sleep stands for an accelerator that works while its processor has little to do; the rest is real work of one core, with the caches and
-the memory that such work uses. BENCH_STEP_MS is what a step should take, about; the work is a fixed amount for it, the same in both.
+the memory that such work uses. BENCH_STEP_MS is what a step should take, about: the network is as deep as that asks for, so the state, the
+optimizer's work and the gradients to exchange grow with it.
 """
 
 import os
@@ -11,17 +12,17 @@ import torch.distributed as dist
 from torch import nn
 from training import INPUT, Training
 
-LAYERS = 12  # 0.8 M parameters; with AdamW's moments 10 MB of state in 196 arrays
-ROWS_PER_MS = 2.2  # of a batch that takes one core half of the step
+MS_PER_LAYER = 5  # of a step; a layer has 66 thousand parameters, with AdamW's moments 0.8 MB of state in 16 arrays
+BATCH = 200  # so that one core is busy for half of the step
 
 
 def steady(rank: int, folder: str) -> Training:
     step_ms = float(os.environ["BENCH_STEP_MS"])
-    return Training(rank, folder, network, batch=round(ROWS_PER_MS * step_ms), sleep_s=step_ms / 2000)
+    return Training(rank, folder, lambda: network(round(step_ms / MS_PER_LAYER)), BATCH, sleep_s=step_ms / 2000)
 
 
-def network() -> nn.Module:
-    return nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(INPUT, INPUT), nn.LayerNorm(INPUT))))
+def network(depth: int) -> nn.Module:
+    return nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(INPUT, INPUT), nn.LayerNorm(INPUT))))
 
 
 def bare(folder: str) -> None:
