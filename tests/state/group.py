@@ -48,7 +48,7 @@ class Group:
 
     def start(self, program: str, *args: str, restore: dict[str, Any] | None = None) -> None:
         self.generation += 1
-        env = CLEAN | QUIET | self.variables
+        env = CLEAN | QUIET | {"TMPDIR": str(self.shm)} | self.variables
         if self.world_size > 1:
             from torch.distributed import TCPStore
 

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ class Warm:
         command = ["python", str(PROGRAMS / "chosen.py")]
         config.write_text(json.dumps({"framework": "pytorch", "command": command, "cwd": str(home), "shm": str(home)}))
         arguments = [sys.executable, "-P", "-m", "workers.launcher", str(theirs.fileno()), str(config)]
-        self.process = subprocess.Popen(arguments, pass_fds=[theirs.fileno()], env=CLEAN | QUIET, start_new_session=True)
+        self.tmp = tempfile.TemporaryDirectory(prefix="keepstep-test-")  # a short path, for sockets
+        env = CLEAN | QUIET | {"TMPDIR": self.tmp.name}
+        self.process = subprocess.Popen(arguments, pass_fds=[theirs.fileno()], env=env, start_new_session=True)
         theirs.close()
         assert self.hear()["problem"] is None
         self.generation = -1
@@ -86,3 +89,4 @@ class Warm:
     def close(self) -> None:
         self.link.close()
         self.process.wait(20)
+        self.tmp.cleanup()

@@ -8,6 +8,7 @@ import select
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,9 @@ class Launched:
         config = self.shm / "launcher.json"
         config.write_text(json.dumps({"framework": "plain", "command": command, "cwd": str(self.work), "shm": str(self.shm)}))
         arguments = [sys.executable, "-P", "-m", "workers.launcher", str(theirs.fileno()), str(config)]
-        self.process = subprocess.Popen(arguments, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
+        self.tmp = tempfile.TemporaryDirectory(prefix="keepstep-test-")  # a short path, for sockets
+        env = os.environ | {"TMPDIR": self.tmp.name}
+        self.process = subprocess.Popen(arguments, pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL, start_new_session=True)
         theirs.close()
         self.next = 0
         ready = self.hear("ready")
@@ -164,6 +167,7 @@ class Launched:
     def close(self) -> None:
         self.link.close()
         self.process.wait(10)
+        self.tmp.cleanup()
 
 
 def wait_end(pid: int) -> bool:

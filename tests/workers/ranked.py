@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from tests.workers.make import spec
 from workers.messages import LaunchOrder, RankReport, RestoreOrder, Source
-from workers.processes import end_group
+from workers.processes import TMP, sweep
 from workers.ranks import Ranks
 
 Seen = TypeVar("Seen")
@@ -21,12 +21,14 @@ class Ranked:
     """``work`` is the ranks' working directory."""
 
     def __init__(self, home: Path, script: str, ranks: int, **changes: Any) -> None:
-        self.shm, self.work, tmp = home / "shm", home / "work", home / "tmp"
-        for folder in (self.shm, self.work, tmp):
+        self.shm, self.work = home / "shm", home / "work"
+        for folder in (self.shm, self.work):
             folder.mkdir(exist_ok=True)
         (self.work / "case.py").write_text(script)
         fields = {"framework": "plain", "strategy": None, "command": ("python", "case.py"), "job_id": f"job-{uuid.uuid4().hex[:12]}"}
         made = spec(nodes=1, processes_per_node=ranks, storage_url=str(home / "storage"), **fields | changes)
+        tmp = TMP / f"{made.key}.0"
+        tmp.mkdir(parents=True)
         self.ranks = Ranks(made, 0, self.shm, tmp, home / "logs", lambda: None, loopback=True)
         self.logs = home / "logs"
 
@@ -64,4 +66,4 @@ async def ranked(home: Path, script: str, ranks: int = 1, **changes: Any) -> Asy
         yield one
     finally:
         one.ranks.close()
-        end_group(one.ranks.spec.key)
+        sweep(one.ranks.spec.key)
