@@ -19,19 +19,19 @@ from pathlib import Path
 from typing import Any
 
 from workers.checkpoint import peers
-from workers.checkpoint.catalog import unstage
+from workers.checkpoint.background import in_thread
+from workers.checkpoint.catalog import problem_of, stage, staged_name, unstage
 from workers.checkpoint.slots import discard_newer, holdings, pinned_steps, unpin
 from workers.checkpoint.trial import RestoreTrial
 from workers.exchange import Exchange
 from workers.group import Kept
 from workers.kept import read_kept, write_kept
-from workers.messages import AgentStatus, Copy, Fetch, GroupSpec, Holding, LaunchOrder, Offer, RankStacks, Source
+from workers.messages import AgentStatus, Copy, Fetch, GroupSpec, Holding, LaunchOrder, Offer, Problem, RankStacks, Source, Unfit
 from workers.neighbours import Neighbour
 from workers.processes import SHM, TMP, end_group, remove_folders
 from workers.ranks import Ranks
 from workers.share_writer import ShareWriter
 from workers.stacks import TAKE_S, take
-from workers.staging import bring, staged_name
 from workers.workdir import CannotPrepare, local_path, missing, prepare
 
 BEAT_S = 0.5  # longest silence of a poll
@@ -61,7 +61,7 @@ class Agent:
         self.fenced = spec.first_generation - 1  # newest generation that was ordered to stop: it must never start again
         self.surveyed = spec.first_generation - 2  # generation whose end was made sure of, and whose snapshots were verified
         self.stuck: list[int] = []
-        self.staged: dict[str, str | None] = {}
+        self.staged: dict[str, Problem | None] = {}
         self.staging: set[str] = set()
         self.pinned: dict[int, int] = {}
         self.stacks: tuple[float | None, tuple[RankStacks, ...]] = (None, ())  # the request that they answer
@@ -297,13 +297,19 @@ class Agent:
         return self.status()
 
     async def stage(self, term: int, url: str) -> AgentStatus:
-        """Read and verify a checkpoint into shared memory; the answer is in ``staged``."""
+        """Read and verify a checkpoint into shared memory; the answer is in ``staged``. Asked again where storage did not give it."""
         self._obey(term)
+        known = self.staged.get(url)
+        if known is not None and known.why is Unfit.UNREADABLE:
+            del self.staged[url]
         if url not in self.staged and url not in self.staging:
             self.staging.add(url)
+            which = (url, self.shm, staged_name(url), self.ranks.numbers, self.spec.world_size)
             try:
                 self._make_folders()
-                self.staged[url] = await bring(url, self.shm, self.ranks.numbers, self.spec.world_size)
+                self.staged[url] = await in_thread(stage, *which, limit_s=self.spec.start_s)
+            except TimeoutError as error:
+                self.staged[url] = problem_of(error)
             finally:
                 self.staging.discard(url)
             self._changed()

@@ -18,8 +18,6 @@ from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
 from workers.agent import StaleLeader
 from workers.agents import NodeGone, address_of, make_agent
-from workers.checkpoint.background import in_thread
-from workers.checkpoint.lease import Fenced
 from workers.clocks import Offset, on_our_clock
 from workers.group import (
     REPEAT_S,
@@ -40,11 +38,12 @@ from workers.group import (
     Unstage,
     new_group,
 )
-from workers.messages import AgentStatus, CheckpointFound, GroupPhase, GroupReport, GroupSpec, LaunchOrder, Source, check_schema
+from workers.listing import Listing
+from workers.messages import AgentStatus, GroupPhase, GroupReport, GroupSpec, LaunchOrder, Source, check_schema
 from workers.mirroring import Mirror
 from workers.news import News
 from workers.restart import decide
-from workers.saving import Saver, read_catalog
+from workers.saving import Saver
 
 _log = logging.getLogger(__name__)
 
@@ -68,10 +67,7 @@ class Coordinator:
         self.agents: dict[int, Any] = {}
         self.seen = {n.index: AgentSeen(n.index, None, time.time()) for n in spec.nodes}
         self._offsets: dict[int, Offset] = {}  # of the nodes' clocks
-        self.catalog: tuple[CheckpointFound, ...] | None = None
-        self.catalog_problem: str | None = None
-        self.past_generation = -1
-        self.refused: str | None = None  # why this attempt may not use the job's folder
+        self.listing = Listing(spec, lambda: self.group)
         self.final_saved = False
         self.final_problem: str | None = None
         self.end_request: EndRequest | None = None
@@ -103,8 +99,7 @@ class Coordinator:
         before = self.group
         decision = decide(before, self._observation(), time.time())
         self.group = decision.group
-        if self.group.doing != before.doing:
-            self.catalog = None if self.group.generation != before.generation else self.catalog
+        self.listing.keep_up()
         if replace(self.group, ranks=()) != replace(before, ranks=()):
             self.sequence += 1
             if not any(isinstance(a, StopRanks | Launch) for a in decision.actions):  # those carry the state themselves
@@ -122,13 +117,13 @@ class Coordinator:
     def _observation(self) -> Seen:
         return Seen(
             tuple(self.seen.values()),
-            self.catalog,
-            self.catalog_problem,
+            self.listing.found,
+            self.listing.problem,
             self.final_saved,
             self.end_request,
             self.final_problem,
-            self.past_generation,
-            self.refused,
+            self.listing.past_generation,
+            self.listing.refused,
         )
 
     def _update(self, group: Group) -> None:
@@ -286,8 +281,8 @@ class Coordinator:
                     await self._all("take_stacks", asked_at)
                 case Launch():
                     await self._launch(action)
-                case ReadCatalog():
-                    await self._read_catalog()
+                case ReadCatalog(asked_at):
+                    await self.listing.read(asked_at)
                 case Stage(url):
                     await self._all("stage", url)
                 case Unstage():
@@ -309,15 +304,6 @@ class Coordinator:
         rendezvous = self.agents[0].open_rendezvous.remote(self.term, action.generation)
         address, port, served = await asyncio.wait_for(rendezvous, ORDER_S)
         await self._all("launch", LaunchOrder(action.generation, action.restore, action.await_step, address, port, served), self._kept())
-
-    async def _read_catalog(self) -> None:
-        try:
-            self.catalog, self.past_generation = await in_thread(read_catalog, self.spec, self.group.generation)
-            self.catalog_problem = None
-        except Fenced as error:
-            self.refused = str(error)
-        except Exception as error:
-            self.catalog_problem = f"{type(error).__name__}: {error}"
 
     # what the control plane calls
 

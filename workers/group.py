@@ -106,7 +106,8 @@ class Group:
     stacks_asked_at: float | None = None  # silence was seen then, and the stacks of all ranks asked for
     not_before: float | None = None  # no generation is launched sooner: failures repeat and gain nothing
     restore: RestoreOrder | None = None
-    excluded: tuple[CheckpointFound, ...] = ()  # checkpoints that were read and found bad
+    excluded: tuple[CheckpointFound, ...] = ()  # checkpoints that this attempt takes no more, damaged or unwanted
+    away_since: float | None = None  # storage does not give a checkpoint that it lists
     unfetched: tuple[int, ...] = ()  # steps that, in this recovery, could not be made whole from other nodes
     mirrored: int | None = None  # step of the newest memory checkpoint that is complete on all nodes
     checkpoints: tuple[CheckpointRecord, ...] = ()  # committed by this attempt, oldest first
@@ -123,7 +124,7 @@ class Group:
     ended_at: float | None = None
 
     def go(self, doing: Doing, now: float) -> Group:
-        return replace(self, doing=doing, since=now)
+        return replace(self, doing=doing, since=now, away_since=None)
 
     def say(self, now: float, reason: str, message: str, rank: int | None = None) -> Group:
         event = GroupEvent(self.next_seq, now, reason, message, self.generation if self.generation >= 0 else None, rank)
@@ -134,19 +135,19 @@ class Group:
         return replace(self.go(Doing.CLOSING, now), outcome=outcome, reason=reason, message=message)
 
     def checked(self, now: float, url: str, problem: str | None) -> Group:
-        """The bytes of a checkpoint were read."""
+        """The bytes of a checkpoint were read; ``problem``: its damage."""
         return replace(self, checks=(*self.checks, CheckpointCheck(url, now, problem))[-KEPT_RECORDS:])
 
     @property
     def damaged(self) -> frozenset[str]:
         """Urls of checkpoints that did not hold when they were last read."""
         newest = {c.url: c.problem for c in self.checks}
-        return frozenset([c.url for c in self.excluded] + [url for url, problem in newest.items() if problem is not None])
+        return frozenset(url for url, problem in newest.items() if problem is not None)
 
     @property
     def checkpoint_step(self) -> int | None:
-        """Of the newest checkpoint that this attempt committed and has not found bad."""
-        bad = self.damaged
+        """Of the newest checkpoint that this attempt committed and may take."""
+        bad = self.damaged | {c.url for c in self.excluded}
         return max((c.step for c in self.checkpoints if c.url not in bad), default=None)
 
     @property
@@ -254,7 +255,9 @@ class Launch:
 
 @dataclass(frozen=True)
 class ReadCatalog:
-    pass
+    """List the checkpoints in storage; ``asked_at`` names the request, an answer to another one is void."""
+
+    asked_at: float
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,23 @@ def closed(recovery: Recovery, ranks: tuple[RankReport, ...], now: float) -> Inc
     return _ended(replace(incident, phases_ms=phases), end)
 
 
-def close_all(group: Group, ranks: tuple[RankReport, ...], now: float) -> tuple[Group, Incident | None]:
+def now_training(group: Group, ranks: tuple[RankReport, ...], now: float) -> Group:
+    """The generation has shown that it trains."""
+    if group.first:
+        step_said = "first step finished" if group.attached else "the script runs, it has reported no step yet"
+        group = replace(group, started_at=now).say(now, "Training", f"generation {group.generation}: {step_said}")
+    group, incident = _close_all(group, ranks, now)
+    if incident is not None:
+        steps = "" if incident.lost_steps is None else f", {incident.lost_steps} steps lost"
+        how = f"recovered in {incident.recovery_seconds:.3f} s from {incident.restored_from}"
+        if "first_step" not in incident.phases_ms:
+            how = f"relaunched in {incident.recovery_seconds:.3f} s; the script reports no steps, so when it trained again is not known"
+        message = f"{incident.cause}: {how}{steps}"
+        group = group.say(now, "Recovered", message, incident.blamed_rank)
+    return replace(group, training=True)
+
+
+def _close_all(group: Group, ranks: tuple[RankReport, ...], now: float) -> tuple[Group, Incident | None]:
     """The group without open incidents, and the one whose recovery has just ended. Earlier ones failed again before a new step."""
     if group.recovery is None:
         return group, None

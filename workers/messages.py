@@ -282,7 +282,7 @@ class AgentStatus:
     stopped: bool  # no process of any rank lives here
     ranks: tuple[RankReport, ...]
     holdings: tuple[Holding, ...]  # surveyed and verified when stopped
-    staged: dict[str, str | None]  # checkpoint url -> problem, None: ready to restore from
+    staged: dict[str, Problem | None]  # checkpoint url -> problem, None: ready to restore from
     pinned: dict[int, int]  # rank -> step of its pinned snapshot
     metrics: dict[str, float]
     stuck: tuple[int, ...] = ()  # pids that do not end on SIGKILL: the kernel has them
@@ -319,7 +319,25 @@ class LaunchOrder:
     agent_store: bool  # a store is served at that port; else rank 0 may bind it
 
 
-UNREADABLE = "it cannot be read"  # how a problem begins that may be of the moment: storage, not the checkpoint, is at fault
+class Unfit(StrEnum):
+    """Why a checkpoint is not taken, the most certain first. Only DAMAGED tells something of its bytes."""
+
+    DAMAGED = "damaged"  # its bytes do not hold: the one before it is taken
+    UNSUITED = "unsuited"  # sound, but made by another number of ranks or a newer version
+    NO_ROOM = "no_room"  # sound, but a node's shared memory cannot hold it; another node's may
+    UNREADABLE = "unreadable"  # storage does not give it now
+    UNWANTED = "unwanted"  # sound, but the job went back behind it: its metrics were not finite
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Of a checkpoint; ``text`` is a sentence."""
+
+    why: Unfit
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclass(frozen=True)
@@ -328,7 +346,7 @@ class CheckpointFound:
 
     url: str
     step: int
-    problem: str | None = None
+    problem: Problem | None = None
     finite: bool = True  # False: metrics had stayed NaN or infinite when it was taken
 
 

@@ -15,6 +15,7 @@ from workers.failing import LAUNCH_S, agent_verdict, changed_agent, fail, launch
 from workers.group import (
     AGENT_RETURN_S,
     REPEAT_S,
+    Action,
     Decision,
     Doing,
     FetchPeers,
@@ -32,11 +33,11 @@ from workers.group import (
     ranks_of,
 )
 from workers.hangs import judge_hang
-from workers.incidents import close_all, new_incident
+from workers.incidents import new_incident, now_training
 from workers.locating import from_peers, whole_in_memory, without_storage
-from workers.messages import UNREADABLE, CheckpointFound, FailureClass, Outcome, RankReport, RestoreOrder, Source
+from workers.messages import CheckpointFound, FailureClass, Outcome, Problem, RankReport, RestoreOrder, Source, Unfit
 from workers.verdict import Verdict, failed, judge, judge_metrics, judge_success, only_secondary, secondary
-from workers.watching import Silence, has_served, settled, silence, training_since
+from workers.watching import Silence, has_served, settled, silence, tell_nonfinite, training_since
 
 CULPRIT_S = 0.3  # how long to wait for the culprit while only consequences were seen
 PLACING_S = 120.0
@@ -115,25 +116,27 @@ def _locate(group: Group, seen: Seen, now: float) -> Decision:
     if seen.catalog is None:
         if now - group.since > LAUNCH_S:
             return _storage_away(group, seen, now, f"storage cannot be read: {seen.catalog_problem or 'no answer'}")
-        return Decision(group, (ReadCatalog(),), "ReadingCatalog", now + REPEAT_S)
-    bad = {c.url for c in group.excluded}
-    usable = [c for c in seen.catalog if c.problem is None and c.url not in bad]
-    if newest is not None and not any(c.step > newest.step for c in usable):
+        return Decision(group, (ReadCatalog(group.since),), "ReadingCatalog", now + REPEAT_S)
+    return _from_storage(group, seen, now, seen.catalog, newest)
+
+
+def _from_storage(group: Group, seen: Seen, now: float, catalog: tuple[CheckpointFound, ...], newest: RestoreOrder | None) -> Decision:
+    """The newest checkpoint that is not damaged, unless memory holds a state as new (``newest``)."""
+    excluded = {c.url for c in group.excluded}
+    left = [c for c in catalog if c.url not in excluded]
+    sound = [c for c in left if c.problem is None or c.problem.why is not Unfit.DAMAGED]
+    if newest is not None and not any(c.step > newest.step for c in sound):
         return _take(group, seen, now, newest)
-    if usable:
-        taken = usable[0]
-        skipped = [c for c in seen.catalog[: seen.catalog.index(taken)] if c.url not in bad]
-        for c in skipped:
-            group = group.say(now, "CheckpointSkipped", f"step {c.step} at {c.url} cannot be used: {c.problem}")
-            group = group.checked(now, c.url, c.problem)
-        group = replace(group, excluded=group.excluded + tuple(skipped), restore=RestoreOrder(Source.STORAGE, taken.step, taken.url))
+    for c in left[: left.index(sound[0])] if sound else ():
+        group = _pass_over(group, now, c)
+    if sound and sound[0].problem is not None:
+        return _unfit(group, seen, now, sound[0], ReadCatalog(group.since))
+    if sound:
+        group = replace(group, restore=RestoreOrder(Source.STORAGE, sound[0].step, sound[0].url))
         return decide(group.go(Doing.STAGING, now), seen, now)
-    complete_but_bad = [*group.excluded, *[c for c in seen.catalog if c.problem is not None and c.url not in bad]]
-    unread = next((c for c in complete_but_bad if (c.problem or "").startswith(UNREADABLE)), None)
-    if unread is not None:
-        return _storage_away(group, seen, now, f"step {unread.step} at {unread.url}: {unread.problem}")
-    if complete_but_bad:
-        listed = "; ".join(f"step {c.step}: {c.problem}" for c in complete_but_bad[:10])
+    bad = [*group.excluded, *left]
+    if bad:
+        listed = "; ".join(f"step {c.step}: {c.problem}" for c in bad[:10])
         message = f"no checkpoint can be restored, and starting from zero would lose all steps: {listed}"
         return close_group(group, now, Outcome.FAILED, "NoValidCheckpoint", message)
     if group.best_step:
@@ -141,17 +144,40 @@ def _locate(group: Group, seen: Seen, now: float) -> Decision:
     return _launch_from(group, seen, now, RestoreOrder(Source.NONE, 0))
 
 
+def _pass_over(group: Group, now: float, damaged: CheckpointFound) -> Group:
+    """The one before it is the next to be taken."""
+    group = group.say(now, "CheckpointSkipped", f"step {damaged.step} at {damaged.url} cannot be used: {damaged.problem}")
+    return replace(group.checked(now, damaged.url, str(damaged.problem)), excluded=(*group.excluded, damaged))
+
+
+def _unfit(group: Group, seen: Seen, now: float, found: CheckpointFound, again: Action) -> Decision:
+    """The checkpoint that should be taken is not damaged, but cannot be had: an older one would lose steps that are there."""
+    assert found.problem is not None
+    why = f"step {found.step} at {found.url}: {found.problem}"
+    if found.problem.why is Unfit.UNSUITED:
+        return close_group(group, now, Outcome.FAILED, "UnsuitedCheckpoint", why)
+    if found.problem.why is Unfit.NO_ROOM:
+        return lose_group(group, now, "NoRoomForCheckpoint", why)
+    if group.away_since is None:
+        text = f"{why}; it is asked for again for {LAUNCH_S:.0f} s. Remove it where it cannot be read for good"
+        group = replace(group, away_since=now).say(now, "CheckpointUnreadable", text)
+    if now - (group.away_since or now) > LAUNCH_S:
+        return _storage_away(group, seen, now, why)
+    return Decision(group, (again,), "CheckpointUnreadable", now + REPEAT_S)
+
+
 def _roll_back(group: Group, seen: Seen, now: float, since: int) -> Decision:
     """To the newest checkpoint from before the metrics were not finite; where there is none, as after any other failure."""
     if seen.catalog is None and seen.refused is None and now - group.since <= LAUNCH_S:
-        return Decision(group, (ReadCatalog(),), "ReadingCatalog", now + REPEAT_S)
+        return Decision(group, (ReadCatalog(group.since),), "ReadingCatalog", now + REPEAT_S)
     bad = {c.url for c in group.excluded}
     earlier = [c for c in seen.catalog or () if c.problem is None and c.finite and c.step < since and c.url not in bad]
     if not earlier:
         return decide(replace(group, roll_back=None), seen, now)
     taken = earlier[0]
     group = group.say(now, "RolledBack", f"metrics are not finite since step {since}: back to the checkpoint of step {taken.step}")
-    left = tuple(replace(c, problem="its metrics were not finite") for c in seen.catalog or () if c.step >= since and c.url not in bad)
+    poisoned = Problem(Unfit.UNWANTED, "its metrics were not finite")
+    left = tuple(replace(c, problem=poisoned) for c in seen.catalog or () if c.step >= since and c.url not in bad)
     restore = RestoreOrder(Source.STORAGE, taken.step, taken.url)
     return decide(replace(group.go(Doing.STAGING, now), excluded=group.excluded + left, restore=restore), seen, now)
 
@@ -208,12 +234,12 @@ def _stage(group: Group, seen: Seen, now: float) -> Decision:
     if not all(a.status and a.status.stopped for a in seen.agents):
         return decide(group.go(Doing.LOCATING, now), seen, now)
     answers = {a.index: a.status.staged[url] for a in seen.agents if a.status and url in a.status.staged}
-    problems = [p for p in answers.values() if p is not None]
-    if problems:
-        group = group.say(now, "CheckpointSkipped", f"step {restore.step} at {url} cannot be used: {problems[0]}")
-        bad = CheckpointFound(url, restore.step, problems[0])
-        group = group.checked(now, url, problems[0])
-        return decide(replace(group.go(Doing.LOCATING, now), excluded=(*group.excluded, bad)), seen, now)
+    problem = min((p for p in answers.values() if p is not None), key=lambda p: list(Unfit).index(p.why), default=None)
+    if problem is not None:
+        found = CheckpointFound(url, restore.step, problem)
+        if problem.why is not Unfit.DAMAGED:
+            return _unfit(group, seen, now, found, Stage(url))
+        return decide(_pass_over(group, now, found).go(Doing.LOCATING, now), seen, now)
     if len(answers) == len(seen.agents):
         return _launch_from(group, seen, now, restore)
     if now - group.since > group.spec.start_s:
@@ -286,7 +312,7 @@ def _train(group: Group, seen: Seen, now: float) -> Decision:
         return _all_left(group, seen, ranks, now)
     if len(ranks) < group.spec.world_size and now - group.since > LAUNCH_S:
         return fail(group, seen, now, launch_timeout(now))
-    group = _tell_nonfinite(group, ranks, now)
+    group = tell_nonfinite(group, ranks, now)
     poisoned = judge_metrics(ranks) if group.spec.stop_on_nan else None
     if poisoned is not None:
         return fail(group, seen, now, poisoned)
@@ -298,7 +324,7 @@ def _train(group: Group, seen: Seen, now: float) -> Decision:
     if not group.training:
         ready_at = training_since(group, ranks, now)
         if ready_at is not None and ready_at <= now:
-            group = _now_training(group, ranks, now)
+            group = now_training(group, ranks, now)
         else:
             return Decision(group, freed, "WaitingForFirstStep", min(t for t in (ready_at, hang_at, now + 60.0) if t is not None))
     return Decision(group, freed, "Training", hang_at)
@@ -314,18 +340,8 @@ def _all_left(group: Group, seen: Seen, ranks: tuple[RankReport, ...], now: floa
     if unfinished is not None:
         return fail(group, seen, now, unfinished)
     if not group.training:
-        group = _now_training(group, ranks, now)
+        group = now_training(group, ranks, now)
     return decide(group.go(Doing.FINISHING, now), seen, now)
-
-
-def _tell_nonfinite(group: Group, ranks: tuple[RankReport, ...], now: float) -> Group:
-    """Once for each metric of a generation."""
-    for rank in ranks:
-        for name, step in rank.nonfinite:
-            if name not in group.nonfinite:
-                text = f"metric {name} of rank {rank.rank} is NaN or infinite, first at step {step}"
-                group = replace(group, nonfinite=(*group.nonfinite, name)).say(now, "NonFinite", text, rank.rank)
-    return group
 
 
 def _hang(group: Group, seen: Seen, now: float, ranks: tuple[RankReport, ...], silent: Silence) -> Decision:
@@ -337,21 +353,6 @@ def _hang(group: Group, seen: Seen, now: float, ranks: tuple[RankReport, ...], s
         return Decision(group, (TakeStacks(asked_at),), "TakingStacks", asked_at + STACKS_S)
     stacks = {s.rank: s for a in seen.agents if a.status is not None and a.status.stacks_of == asked_at for s in a.status.stacks}
     return fail(group, seen, now, judge_hang(ranks, stacks, silent.said, silent.since))
-
-
-def _now_training(group: Group, ranks: tuple[RankReport, ...], now: float) -> Group:
-    if group.first:
-        step_said = "first step finished" if group.attached else "the script runs, it has reported no step yet"
-        group = replace(group, started_at=now).say(now, "Training", f"generation {group.generation}: {step_said}")
-    group, incident = close_all(group, ranks, now)
-    if incident is not None:
-        steps = "" if incident.lost_steps is None else f", {incident.lost_steps} steps lost"
-        how = f"recovered in {incident.recovery_seconds:.3f} s from {incident.restored_from}"
-        if "first_step" not in incident.phases_ms:
-            how = f"relaunched in {incident.recovery_seconds:.3f} s; the script reports no steps, so when it trained again is not known"
-        message = f"{incident.cause}: {how}{steps}"
-        group = group.say(now, "Recovered", message, incident.blamed_rank)
-    return replace(group, training=True)
 
 
 def _stop(group: Group, seen: Seen, now: float) -> Decision:

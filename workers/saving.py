@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from workers.checkpoint.background import in_thread
-from workers.checkpoint.catalog import catalog, discard, ever_committed, newest_generation, remove, sweep, verify
+from workers.checkpoint.catalog import catalog, discard, remove, verify
 from workers.checkpoint.damage import flip_a_byte
 from workers.checkpoint.format import FileEntry, Share, Tree
 from workers.checkpoint.interval import auto_interval
@@ -26,7 +26,7 @@ from workers.checkpoint.tree import StateError
 from workers.checkpoint.writer import commit
 from workers.group import KEPT_RECORDS, Group, Seen
 from workers.locating import newest_in_memory
-from workers.messages import AgentStatus, CheckpointFound, CheckpointRecord, GroupSpec, SaveProgress
+from workers.messages import AgentStatus, CheckpointRecord, GroupSpec, SaveProgress, Unfit
 from workers.mirroring import Mirror
 
 LEAD_S = 1.0  # a requested step lies this far ahead, so that every rank hears of it in time
@@ -206,9 +206,10 @@ class Saver:
         skipped = [f"node {index}: {trial.skipped}" for index, trial in trials.items() if trial.skipped]
         now = time.time()
         if problems:
-            group = self.group().checked(now, record.url, problems[0])
             told = f"step {record.step}: a restart from it would fail, {'; '.join(problems)}"
-            self.update(group.say(now, "RestoreTestFailed", told))
+            group = self.group().say(now, "RestoreTestFailed", told)
+            damaged = next((str(trial.problem) for trial in trials.values() if trial.damaged), None)
+            self.update(group.checked(now, record.url, damaged) if damaged is not None else group)
         elif skipped:
             self.update(self.group().say(now, "RestoreNotTested", f"step {record.step}: {'; '.join(skipped)}"))
         else:
@@ -223,7 +224,7 @@ class Saver:
                 return
             found = await in_thread(catalog, self.spec.storage_url, limit_s=STALL_S)
             group = self.group()
-            damaged = group.damaged | {c.url for c in found if c.problem is not None}
+            damaged = group.damaged | {c.url for c in found if c.problem is not None and c.problem.why is Unfit.DAMAGED}
             restoring = None if group.training else group.restore  # ranks that train have read it
             in_use = {restoring.url} if restoring is not None and restoring.url else set()
             finite = next((c.url for c in found if c.problem is None and c.finite), None)  # what a roll-back would need
@@ -240,11 +241,13 @@ class Saver:
             self.update(replace(group, pruned=(*group.pruned, *gone)[-KEPT_RECORDS:]))
 
     async def check(self, url: str, limit_s: float, why: str = "") -> bool:
-        """Read every byte of a checkpoint and keep what was found. Raises TimeoutError."""
+        """Read every byte of a checkpoint and keep what was found. Raises TimeoutError, or OSError where it could not be read."""
         begun = time.monotonic()
         problem = await in_thread(verify, url, limit_s=limit_s)
+        if problem is not None and problem.why is not Unfit.DAMAGED:
+            raise OSError(f"{url}: {problem}")
         now = time.time()
-        group = self.group().checked(now, url, problem)
+        group = self.group().checked(now, url, str(problem) if problem is not None else None)
         if problem is not None:
             told = f"{url} does not read back: {problem}{why} (found in {time.monotonic() - begun:.3f} s)"
             group = group.say(now, "CheckpointInvalid", told)
@@ -300,24 +303,6 @@ def failure_text(error: BaseException, storage_url: str) -> str:
         path = error.filename or storage_url
         return f"{path} cannot be written: {error.strerror}; make it writable for this user, the checkpoint before stays"
     return f"{storage_url}: {type(error).__name__}: {error}"
-
-
-def read_catalog(spec: GroupSpec, generation: int) -> tuple[tuple[CheckpointFound, ...], int]:
-    """(checkpoints in the job's folder, newest first; the newest generation of this attempt that left anything there, -1: none).
-
-    Takes the folder for this attempt, so that an earlier one commits nothing from now on. A folder without a manifest is a write that never
-    ended; those of earlier attempts are removed. It counts as damaged only where some checkpoint was once whole and none is now: then it
-    may be all that is left, and nothing is removed or started from zero. Raises Fenced, OSError.
-    """
-    past = newest_generation(spec.storage_url, spec.attempt)
-    claim(spec.storage_url, Lease(spec.job_id, spec.attempt, max(generation, past)))
-    found = catalog(spec.storage_url)
-    if any(c.problem is None for c in found):
-        sweep(spec.storage_url, spec.attempt + 1)  # they are told once more, as skipped
-    elif not ever_committed(spec.storage_url):
-        sweep(spec.storage_url, spec.attempt + 1)
-        found = [c for c in found if c.manifest]
-    return tuple(CheckpointFound(c.url, c.step, c.problem, c.finite) for c in found), past
 
 
 def _share(answer: Mapping[str, Any]) -> Share:

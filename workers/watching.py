@@ -38,6 +38,16 @@ def training_since(group: Group, ranks: tuple[RankReport, ...], now: float) -> f
     return launched if group.recovery is not None else launched + QUIET_S
 
 
+def tell_nonfinite(group: Group, ranks: tuple[RankReport, ...], now: float) -> Group:
+    """Once for each metric of a generation."""
+    for rank in ranks:
+        for name, step in rank.nonfinite:
+            if name not in group.nonfinite:
+                text = f"metric {name} of rank {rank.rank} is NaN or infinite, first at step {step}"
+                group = replace(group, nonfinite=(*group.nonfinite, name)).say(now, "NonFinite", text, rank.rank)
+    return group
+
+
 def silence(group: Group, seen: Seen, ranks: tuple[RankReport, ...], now: float) -> tuple[Silence | None, float | None]:
     """The silence of all ranks when it has lasted too long, and else when it would have. ``ranks``: of the present generation.
 

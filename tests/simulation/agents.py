@@ -14,6 +14,7 @@ from workers.messages import (
     ErrorReport,
     Fetch,
     Holding,
+    Problem,
     ProcessStack,
     RankPhase,
     RankReport,
@@ -80,7 +81,7 @@ class SimAgent:
     copied: int | None = None
     guarded: int | None = None
     unfetched: dict[int, str] = field(default_factory=dict)
-    staged: dict[str, str | None] = field(default_factory=dict)
+    staged: dict[str, Problem | None] = field(default_factory=dict)
     stacks_of: float | None = None  # the request for stacks that it has answered
     told: AgentStatus | None = None  # what it said last
     told_at: float | None = None

@@ -32,9 +32,9 @@ from workers.checkpoint.snapshot import Place, SnapshotWriter
 from workers.checkpoint.writer import commit, write_share
 from workers.exchange import Exchange
 from workers.group import Decision, Doing, FetchPeers, Group, Launch, ReadCatalog, Stage
-from workers.messages import GroupSpec, Outcome, RestoreOrder, Source
+from workers.listing import read_catalog
+from workers.messages import GroupSpec, Outcome, Problem, RestoreOrder, Source
 from workers.restart import decide
-from workers.saving import read_catalog
 
 NODES, PER_NODE = 2, 2
 WORLD = NODES * PER_NODE
@@ -212,7 +212,7 @@ class Driver:
         self.site = site
         self.spec: GroupSpec = spec(NODES, processes_per_node=PER_NODE, storage_url=str(site.storage))
         self.group: Group = replace(group(Doing.LOCATING, given=self.spec), generation=3)
-        self.staged: dict[int, dict[str, str | None]] = {n: {} for n in range(NODES)}
+        self.staged: dict[int, dict[str, Problem | None]] = {n: {} for n in range(NODES)}
         self.seen: dict[str, Any] = {}
 
     def statuses(self) -> list[Any]:

@@ -75,7 +75,7 @@ def test_without_consent_or_with_a_part_of_its_own_it_is_refused(warm: Warm, shm
     warm.run(shm, 2, "train_sharded.py 3 zero", [0, 0])
     url = checkpoint(shm, tmp_path / "silent", 3, 2)
     words = "it was written by 2 ranks and this group has 3; run it with 2 ranks, or let its script say run.restore(..., elastic=True)"
-    assert stage(url, shm, "staged", [0, 1, 2], 3) == words
+    assert str(stage(url, shm, "staged", [0, 1, 2], 3)) == words
 
     warm.run(shm, 2, "train_sharded.py 3 zero elastic drift", [0, 0])
     folder, restore = staged(shm, checkpoint(shm, tmp_path / "agreed", 3, 2), 1)

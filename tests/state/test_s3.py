@@ -16,7 +16,7 @@ from workers.checkpoint.lease import Fenced, Lease, claim
 from workers.checkpoint.reader import read_staged
 from workers.checkpoint.snapshot import Place, SnapshotWriter
 from workers.checkpoint.writer import commit, write_share
-from workers.saving import read_catalog
+from workers.listing import read_catalog
 
 server = pytest.importorskip("moto.server", reason="needs moto[server]")
 pytest.importorskip("s3fs", reason="needs keepstep[s3]")
@@ -62,8 +62,8 @@ def test_a_checkpoint_round_trips(shm: Path, url: str) -> None:
     assert not remove(first)
     unpin(first)
     flip_a_byte(second)
-    assert "does not match its checksum" in (verify(second) or "")
-    assert "does not match its checksum" in (stage(second, shm, "staged", [0], 1) or "")
+    assert "does not match its checksum" in str(verify(second))
+    assert "does not match its checksum" in str(stage(second, shm, "staged", [0], 1))
     assert stage(first, shm, "staged", [0], 1) is None
     found = read_staged(shm / "staged", 0, 1)
     assert found.shared["w"].tobytes() == (np.arange(3_000_000) + 10).tobytes()

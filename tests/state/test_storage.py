@@ -21,6 +21,7 @@ from workers.checkpoint.slots import holdings
 from workers.checkpoint.snapshot import Place, SnapshotWriter
 from workers.checkpoint.tree import StateError
 from workers.checkpoint.writer import commit, write_share
+from workers.messages import Problem, Unfit
 
 NODES, PER_NODE = 2, 2
 WORLD = NODES * PER_NODE
@@ -169,7 +170,8 @@ def test_damage_is_found_and_the_previous_one_taken(shm: Path, tmp_path: Path, d
         if problem is None:
             assert ref.step == 100
             break
-        assert len(problem) > 15
+        assert problem.why is Unfit.DAMAGED
+        assert len(problem.text) > 15
         assert not list(target.glob(".staged*"))
         skipped.append(ref.step)
     else:
@@ -179,8 +181,12 @@ def test_damage_is_found_and_the_previous_one_taken(shm: Path, tmp_path: Path, d
 
 def test_other_world_size_is_refused_with_both_numbers(shm: Path, tmp_path: Path) -> None:
     ref = save(shm, str(tmp_path), 100)
-    problem = stage(ref, shm / "node0", "staged", [0], 3) or ""
-    assert problem.startswith(f"it was written by {WORLD} ranks and this group has 3; run it with {WORLD} ranks, or let its script say")
+    problem = stage(ref, shm / "node0", "staged", [0], 3)
+    assert problem is not None
+    assert problem.why is Unfit.UNSUITED
+    assert problem.text.startswith(
+        f"it was written by {WORLD} ranks and this group has 3; run it with {WORLD} ranks, or let its script say"
+    )
 
 
 def test_newer_format_is_refused(shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +195,8 @@ def test_newer_format_is_refused(shm: Path, tmp_path: Path, monkeypatch: pytest.
     outer["manifest"]["format"] = 99
     (folder / "manifest.json").write_text(json.dumps(outer))
     (ref,) = catalog(str(tmp_path))
-    assert ref.problem == "the manifest has format 99, this version reads up to 1; use a newer KeepStep"
+    assert ref.problem == Problem(Unfit.UNSUITED, "the manifest has format 99, this version reads up to 1; use a newer KeepStep")
+    assert verify(str(folder)) == ref.problem
 
 
 def test_commit_refuses_what_is_not_whole(shm: Path, tmp_path: Path) -> None:
@@ -202,7 +209,7 @@ def test_commit_refuses_what_is_not_whole(shm: Path, tmp_path: Path) -> None:
     truncate(folder / "shared-1.safetensors", -1)
     with pytest.raises(StateError, match="not committed"):
         commit(url, "job", 1, 1, 100, WORLD, shares, 0.0, 1.0)
-    assert [r.problem for r in catalog(url)] == ["it has no manifest, so it was never committed", None]
+    assert [r.problem for r in catalog(url)] == [Problem(Unfit.DAMAGED, "it has no manifest, so it was never committed"), None]
 
 
 def test_nodes_that_differ_are_never_committed(shm: Path, tmp_path: Path) -> None:
@@ -221,15 +228,16 @@ def test_committed_is_never_written_again(shm: Path, tmp_path: Path) -> None:
         save(shm, str(tmp_path), 100)
 
 
-def test_sweep_removes_what_earlier_attempts_left(shm: Path, tmp_path: Path) -> None:
+def test_sweep_removes_what_earlier_attempts_and_generations_left(shm: Path, tmp_path: Path) -> None:
     url = str(tmp_path)
     kept = save(shm, url, 100)
     torn = Path(save(shm, url, 200))
     (torn / "manifest.json").unlink()
     current = Path(save(shm, url, 300, attempt=2))
     (current / "manifest.json").unlink()
-    assert sweep(url, attempt=2) == [str(torn)]
+    assert sweep(url, attempt=2, generation=0) == [str(torn)]
     assert sorted(r.step for r in catalog(url)) == [100, 300]
+    assert sweep(url, attempt=2, generation=1) == [str(current)]
     assert verify(kept) is None
 
 
@@ -257,5 +265,8 @@ def test_no_room_to_stage(shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     url = save(shm, str(tmp_path), 100)
     usage = shutil.disk_usage(shm)
     monkeypatch.setattr(catalogue.shutil, "disk_usage", lambda path: usage._replace(free=10))
-    assert "and 10 are free" in (stage(url, shm / "node0", "staged", [0, 1], WORLD) or "")
+    problem = stage(url, shm / "node0", "staged", [0, 1], WORLD)
+    assert problem is not None
+    assert problem.why is Unfit.NO_ROOM
+    assert "and 10 are free" in problem.text
     assert holdings(shm / "node0", [0, 1], verify=True)[0].valid

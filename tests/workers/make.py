@@ -33,6 +33,7 @@ from workers.messages import (
     Incident,
     LaunchOrder,
     NodePlace,
+    Problem,
     ProcessStack,
     RankPhase,
     RankReport,
@@ -40,6 +41,7 @@ from workers.messages import (
     RankState,
     RestoreOrder,
     Source,
+    Unfit,
 )
 
 NOW = 1_800_000_000.0
@@ -166,8 +168,12 @@ def with_memory(*steps_of_each: tuple[int, ...], **changes: Any) -> Seen:
     return look(*(status(i, holdings=tuple(held(i, s) for s in steps)) for i, steps in enumerate(steps_of_each)), **changes)
 
 
-def found(step: int, problem: str | None = None) -> CheckpointFound:
-    return CheckpointFound(f"/storage/job-x/checkpoints/{step}", step, problem)
+def unfit(text: str, why: Unfit = Unfit.DAMAGED) -> Problem:
+    return Problem(why, text)
+
+
+def found(step: int, damage: str | None = None, why: Unfit = Unfit.DAMAGED) -> CheckpointFound:
+    return CheckpointFound(f"/storage/job-x/checkpoints/{step}", step, unfit(damage, why) if damage else None)
 
 
 def committed(step: int) -> CheckpointRecord:

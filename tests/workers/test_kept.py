@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.workers.make import NOW, ended, group, rank, ranks_seen
 from workers.group import Doing, EndRequest, Kept
 from workers.kept import NAME, read_kept, write_kept
-from workers.messages import CheckpointFound, CheckpointRecord, RestoreOrder, Source
+from workers.messages import CheckpointFound, CheckpointRecord, Problem, RestoreOrder, Source, Unfit
 from workers.restart import decide
 
 
@@ -18,7 +18,7 @@ def test_everything_comes_back_as_it_was(tmp_path: Path) -> None:
     full = replace(
         failed,
         checkpoints=(record,),
-        excluded=(CheckpointFound("/c/30", 30, "flipped"),),
+        excluded=(CheckpointFound("/c/30", 30, Problem(Unfit.DAMAGED, "flipped")),),
         restore=RestoreOrder(Source.STORAGE, 40, "/c/40"),
         end=EndRequest(NOW, 5.0),
     )

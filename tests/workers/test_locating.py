@@ -117,7 +117,7 @@ REPAIR = look(node(0, held(0, 40, shared=False), held(0, 39)), node(1, held(1, 4
             WIPED, {"checkpoints": (committed(20),)}, Doing.FETCHING, (FetchPeers(20, FROM_GUARD),), "FetchingFromPeers", id="tie"
         ),
         pytest.param(
-            WIPED, {"checkpoints": (committed(30),)}, Doing.LOCATING, (ReadCatalog(),), "ReadingCatalog", id="storage may be newer"
+            WIPED, {"checkpoints": (committed(30),)}, Doing.LOCATING, (ReadCatalog(NOW - 10),), "ReadingCatalog", id="storage may be newer"
         ),
         pytest.param(
             look(*(a.status for a in WIPED.agents if a.status), catalog=(found(30), found(20))),
@@ -179,7 +179,7 @@ def test_memory_checkpoints_newer_than_what_is_restored_are_void() -> None:
 )
 def test_what_cannot_be_fetched_is_told_and_the_next_best_taken(seen: Seen, since: float, problem: str) -> None:
     decision = decide(fetching(since=since), seen, NOW)
-    assert short(decision) == (Doing.LOCATING, (ReadCatalog(),), "ReadingCatalog")
+    assert short(decision) == (Doing.LOCATING, (ReadCatalog(NOW),), "ReadingCatalog")
     assert said(decision) == ["PeerStateFailed"]
     assert problem in decision.group.events[0].message
 
@@ -218,7 +218,7 @@ def test_agents_that_die_or_tell_something_new_while_fetching(seen: Seen, doing:
 def test_an_older_state_in_memory_is_taken_where_storage_stays_away(seen: Seen, doing: Doing, actions: Any) -> None:
     newer = (committed(30),)
     soon = decide(group(Doing.LOCATING, NOW - LAUNCH_S + 1, checkpoints=newer), seen, NOW)
-    assert short(soon) == (Doing.LOCATING, (ReadCatalog(),), "ReadingCatalog")
+    assert short(soon) == (Doing.LOCATING, (ReadCatalog(NOW - LAUNCH_S + 1),), "ReadingCatalog")
     late = decide(group(Doing.LOCATING, NOW - LAUNCH_S - 1, checkpoints=newer), seen, NOW)
     assert short(late)[:2] == (doing, actions)
     assert said(late) == ["StorageUnavailable"]

@@ -24,11 +24,12 @@ from tests.workers.make import (
     short,
     spec,
     status,
+    unfit,
     with_memory,
 )
 from workers.failing import LAUNCH_S
 from workers.group import AGENT_LOST_S, AGENT_RETURN_S, AgentSeen, Doing, Group, Launch, ReadCatalog, Seen, Stage, StopRanks, new_group
-from workers.messages import UNREADABLE, FailureClass, Outcome, RestoreOrder, Source
+from workers.messages import FailureClass, Outcome, RestoreOrder, Source, Unfit
 from workers.restart import PLACING_S, decide
 
 SILENT = AgentSeen(1, None, NOW - 10)
@@ -64,7 +65,7 @@ def warming(since: float = NOW - 10, **changes: Any) -> Group:
         ),
         pytest.param(group(Doing.PLACING), idle(ready=False), Doing.WARMING, (), "Warming", NOW + 1, id="both answer"),
         pytest.param(
-            group(Doing.PLACING), idle(), Doing.LOCATING, (ReadCatalog(),), "ReadingCatalog", NOW + 1, id="both answer and are warm"
+            group(Doing.PLACING), idle(), Doing.LOCATING, (ReadCatalog(NOW),), "ReadingCatalog", NOW + 1, id="both answer and are warm"
         ),
         pytest.param(warming(), look(status(0), status(1, ready=False)), Doing.WARMING, (), "Warming", NOW + 1, id="one is not warm"),
         pytest.param(warming(), look(status(0), DIED), Doing.WARMING, (), "Warming", NOW + 1, id="a dead agent is awaited"),
@@ -153,7 +154,7 @@ def test_a_node_that_never_gets_warm_is_a_start_timeout() -> None:
             with_memory((20,), (20,)),
             {"checkpoints": (committed(30),)},
             Doing.LOCATING,
-            (ReadCatalog(),),
+            (ReadCatalog(NOW - 10),),
             "ReadingCatalog",
             id="memory older than the committed one",
         ),
@@ -173,7 +174,7 @@ def test_a_node_that_never_gets_warm_is_a_start_timeout() -> None:
             "Launching",
             id="the newer one in storage is bad",
         ),
-        pytest.param(idle(), {}, Doing.LOCATING, (ReadCatalog(),), "ReadingCatalog", id="nothing in memory"),
+        pytest.param(idle(), {}, Doing.LOCATING, (ReadCatalog(NOW - 10),), "ReadingCatalog", id="nothing in memory"),
         pytest.param(idle(catalog=(found(30),)), {}, Doing.STAGING, (Stage(found(30).url),), "ReadingCheckpoint", id="from storage"),
         pytest.param(
             idle(catalog=(found(30),), staged={found(30).url: None}),
@@ -204,10 +205,41 @@ def test_a_node_that_never_gets_warm_is_a_start_timeout() -> None:
             idle(catalog=()), {"excluded": (found(30, "b"),)}, Doing.CLOSING, STOP, "NoValidCheckpoint", id="the only one was found bad"
         ),
         pytest.param(
-            idle(catalog=(found(30, UNREADABLE),)), {}, Doing.CLOSING, STOP, "StorageUnavailable", id="the only one cannot be read now"
+            idle(catalog=(found(36, "EIO", Unfit.UNREADABLE), found(30))),
+            {},
+            Doing.LOCATING,
+            (ReadCatalog(NOW - 10),),
+            "CheckpointUnreadable",
+            id="the newest cannot be read now",
+        ),
+        pytest.param(
+            with_memory((20,), (20,), catalog=(found(36, "EIO", Unfit.UNREADABLE),)),
+            {"checkpoints": (committed(36),)},
+            Doing.LOCATING,
+            (ReadCatalog(NOW - 10),),
+            "CheckpointUnreadable",
+            id="it is not passed over for an older state in memory either",
+        ),
+        pytest.param(
+            idle(catalog=(found(36, "format 99", Unfit.UNSUITED), found(30))),
+            {},
+            Doing.CLOSING,
+            STOP,
+            "UnsuitedCheckpoint",
+            id="of a newer version",
+        ),
+        pytest.param(
+            idle(catalog=(found(36), found(30))),
+            {"excluded": (found(36, "not finite", Unfit.UNWANTED),)},
+            Doing.STAGING,
+            (Stage(found(30).url),),
+            "ReadingCheckpoint",
+            id="gone back behind it",
         ),
         pytest.param(idle(catalog=()), {}, Doing.LAUNCHING, launch(NOTHING), "Launching", id="nothing anywhere"),
-        pytest.param(idle(catalog_problem="EIO"), {}, Doing.LOCATING, (ReadCatalog(),), "ReadingCatalog", id="storage away, tried again"),
+        pytest.param(
+            idle(catalog_problem="EIO"), {}, Doing.LOCATING, (ReadCatalog(NOW - 10),), "ReadingCatalog", id="storage away, tried again"
+        ),
     ],
 )
 def test_where_the_state_comes_from(seen: Seen, changes: dict[str, Any], doing: Doing, actions: Any, reason: str) -> None:
@@ -245,11 +277,49 @@ def test_storage_that_stays_away_loses_the_group() -> None:
 
 def test_a_checkpoint_that_reads_badly_on_one_node_is_replaced_by_the_one_before() -> None:
     url = found(36).url
-    seen = look(status(0, staged={url: None}), status(1, staged={url: "checksum"}), catalog=(found(36), found(30)))
+    seen = look(status(0, staged={url: None}), status(1, staged={url: unfit("checksum")}), catalog=(found(36), found(30)))
     decision = decide(group(Doing.STAGING, restore=RestoreOrder(Source.STORAGE, 36, url)), seen, NOW)
     assert short(decision) == (Doing.STAGING, (Stage(found(30).url),), "ReadingCheckpoint")
     assert decision.group.excluded == (found(36, "checksum"),)
     assert said(decision) == ["CheckpointSkipped"]
+
+
+STAGING_36 = group(Doing.STAGING, restore=RestoreOrder(Source.STORAGE, 36, found(36).url))
+
+
+def staged_36(*problems: Unfit | None) -> Seen:
+    agents = [status(n, staged={found(36).url: why and unfit(f"it says {why}", why)}) for n, why in enumerate(problems)]
+    return look(*agents, catalog=(found(36), found(30)))
+
+
+@pytest.mark.parametrize(
+    ("problems", "outcome", "reason"),
+    [
+        pytest.param((None, Unfit.NO_ROOM), Outcome.LOST, "NoRoomForCheckpoint", id="another node may have room"),
+        pytest.param((Unfit.UNSUITED, Unfit.UNSUITED), Outcome.FAILED, "UnsuitedCheckpoint", id="of another number of ranks"),
+        pytest.param((Unfit.UNREADABLE, Unfit.NO_ROOM), Outcome.LOST, "NoRoomForCheckpoint", id="the more certain one counts"),
+    ],
+)
+def test_a_sound_checkpoint_that_cannot_be_had_is_not_called_damaged(problems: Any, outcome: Outcome, reason: str) -> None:
+    """An older one would lose steps that are there."""
+    decision = decide(STAGING_36, staged_36(*problems), NOW)
+    assert short(decision) == (Doing.CLOSING, STOP, reason)
+    assert (decision.group.outcome, decision.group.checks, decision.group.excluded) == (outcome, (), ())
+    assert decision.group.message.startswith(f"step 36 at {found(36).url}: it says ")
+
+
+def test_a_checkpoint_that_storage_does_not_give_is_asked_for_again_then_the_group_is_lost() -> None:
+    away = staged_36(None, Unfit.UNREADABLE)
+    first = decide(STAGING_36, away, NOW)
+    again = decide(first.group, away, NOW + LAUNCH_S)
+    for decision in (first, again):
+        assert short(decision) == (Doing.STAGING, (Stage(found(36).url),), "CheckpointUnreadable")
+        assert said(decision) == ["CheckpointUnreadable"]
+    late = decide(again.group, away, NOW + LAUNCH_S + 0.1)
+    assert short(late) == (Doing.CLOSING, STOP, "StorageUnavailable")
+    assert (late.group.outcome, late.group.checks, late.group.excluded) == (Outcome.LOST, (), ())
+    assert short(decide(again.group, staged_36(None, None), NOW + 50))[0] == Doing.LAUNCHING
+    assert decide(again.group, staged_36(None, None), NOW + 50).group.away_since is None
 
 
 def test_staging_waits_for_every_node() -> None:
@@ -287,7 +357,7 @@ def test_a_folder_that_belongs_to_another_ends_the_attempt_with_the_reason() -> 
 
 def test_what_was_read_and_does_not_hold_is_known_as_damaged() -> None:
     """Also where the manifest alone tells it, so that the lists show it."""
-    seen = idle(catalog=(found(36, "truncated"), found(30)), staged={found(30).url: "flipped"})
+    seen = idle(catalog=(found(36, "truncated"), found(30)), staged={found(30).url: unfit("flipped")})
     group_ = decide(group(Doing.LOCATING), seen, NOW).group
     assert {c.url: c.problem for c in group_.checks} == {found(36).url: "truncated", found(30).url: "flipped"}
     assert group_.damaged == {found(36).url, found(30).url}

@@ -17,8 +17,8 @@ from workers import saving
 from workers.checkpoint.catalog import catalog, pin, verify
 from workers.checkpoint.format import FOLDER, folder_name
 from workers.checkpoint.lease import Lease, claim, read_lease
+from workers.listing import read_catalog
 from workers.messages import RestoreOrder, Source
-from workers.saving import read_catalog
 
 
 def parts(storage: Path) -> list[str]:

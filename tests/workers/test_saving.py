@@ -10,8 +10,9 @@ from tests.workers.make import rank, spec, status
 from workers.checkpoint.format import FOLDER, MANIFEST, Share, Tree, folder_name
 from workers.checkpoint.lease import OWNER, Fenced, Lease, claim, read_lease
 from workers.checkpoint.writer import commit
+from workers.listing import read_catalog
 from workers.messages import AgentStatus, CheckpointFound, CheckpointRecord, GroupSpec
-from workers.saving import common_pin, read_catalog
+from workers.saving import common_pin
 
 
 def node(index: int, pinned: dict[int, int], step: int = 50) -> AgentStatus:
@@ -79,17 +80,24 @@ def test_an_empty_folder(given: GroupSpec) -> None:
 
 def test_a_write_that_never_ended_is_no_checkpoint(given: GroupSpec) -> None:
     """Before anything was ever committed: the job has lost nothing and starts from zero."""
-    ours, older = tear(given, 10), tear(given, 10, attempt=2)
+    leading, ours, older = tear(given, 10), tear(given, 10, generation=3), tear(given, 10, attempt=2)
     assert found_in(given) == ()
-    assert (ours.exists(), older.exists()) == (False, False)
+    assert (leading.exists(), ours.exists(), older.exists()) == (True, False, False)
 
 
 def test_beside_a_whole_one_it_is_passed_over(given: GroupSpec) -> None:
     record = write(given, 10)
-    ours, older = tear(given, 20), tear(given, 20, attempt=2)
-    assert short(found_in(given)) == [(20, False), (10, True), (20, False)]  # told once, as skipped
+    ours, older = tear(given, 20, generation=3), tear(given, 20, attempt=2)
+    assert short(found_in(given)) == [(10, True), (20, False), (20, False)]  # told once, as skipped
     assert found_in(given) == (CheckpointFound(record.url, 10),)
     assert (ours.exists(), older.exists()) == (False, False)
+
+
+def test_a_write_of_the_newest_generation_may_still_go_on(given: GroupSpec) -> None:
+    record = write(given, 10, generation=3)
+    leading = tear(given, 20)
+    assert short(found_in(given)) == [(20, False), (10, True)]
+    assert (leading.exists(), Path(record.url).exists()) == (True, True)
 
 
 def test_where_all_that_was_committed_is_gone_it_counts_as_damaged(given: GroupSpec) -> None:
@@ -99,7 +107,7 @@ def test_where_all_that_was_committed_is_gone_it_counts_as_damaged(given: GroupS
     torn = tear(given, 20, attempt=2)
     catalog = found_in(given)
     assert short(catalog) == [(20, False), (10, False)]
-    assert {c.problem for c in catalog} == {"it has no manifest, so it was never committed"}
+    assert {str(c.problem) for c in catalog} == {"it has no manifest, so it was never committed"}
     assert torn.exists()
     assert Path(record.url).exists()
 
@@ -129,7 +137,7 @@ def test_a_renamed_folder_is_not_taken(given: GroupSpec) -> None:
     Path(record.url).rename(Path(record.url).with_name(folder_name(99, 3, 4)))
     catalog = found_in(given)
     assert short(catalog) == [(99, False)]
-    assert "the folder was renamed" in (catalog[0].problem or "")
+    assert "the folder was renamed" in str(catalog[0].problem)
 
 
 def test_the_folder_of_another_job_is_refused(given: GroupSpec) -> None:

@@ -22,10 +22,11 @@ from tests.workers.make import (
     silent,
     spec,
     status,
+    unfit,
     with_memory,
 )  # fmt: skip
 from workers.group import Doing, Group, Seen
-from workers.messages import CheckpointFound, FailureClass, Outcome, RankPhase, RankReport, RankState, RestoreOrder, Source
+from workers.messages import CheckpointFound, FailureClass, Outcome, RankPhase, RankReport, RankState, RestoreOrder, Source, Unfit
 from workers.restart import decide
 
 TRAINS = group(Doing.TRAINING, training=True, started_at=NOW - 15)
@@ -176,7 +177,8 @@ def test_an_infrastructure_failure_costs_no_steps_whatever_the_metrics_are() -> 
 
 def test_a_roll_back_happens_once_and_what_it_left_is_never_taken_again() -> None:
     back = decide(poisoned_then_stopped(), with_memory((40,), (40,), catalog=(found(40), found(20))), NOW).group
-    assert [(c.step, c.problem) for c in back.excluded] == [(40, "its metrics were not finite")]
+    assert [(c.step, c.problem) for c in back.excluded] == [(40, unfit("its metrics were not finite", Unfit.UNWANTED))]
+    assert not back.damaged
     launched = decide(back, idle(staged={found(20).url: None}), NOW).group
     assert (launched.doing, launched.roll_back, launched.nonfinite) == (Doing.LAUNCHING, None, ())
     assert launched.recovery is not None

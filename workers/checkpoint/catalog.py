@@ -1,14 +1,14 @@
 """The checkpoints of a job in storage: list, verify, bring to a node, remove.
 
-Invariants: damage of any kind becomes a sentence, never an exception of its own class; only verified bytes reach a node under the final
-name; a removed checkpoint loses its manifest first.
+Invariants: what keeps a checkpoint from being taken becomes a Problem, which tells damage from all else; only verified bytes reach a node
+under the final name; a removed checkpoint loses its manifest first.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
+import errno
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from workers.checkpoint.format import (
     PINNED,
     FileEntry,
     Manifest,
+    Unsuited,
     age_key,
     folder_name,
     parse_manifest,
@@ -32,7 +33,11 @@ from workers.checkpoint.format import (
 from workers.checkpoint.lease import read_lease
 from workers.checkpoint.storage import LocalFolder, RemoteFolder, open_folder
 from workers.checkpoint.tree import StateError
-from workers.messages import UNREADABLE
+from workers.messages import Problem, Unfit
+
+
+class NoRoom(StateError):
+    """The shared memory of this node does not hold it."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class CheckpointRef:
     attempt: int
     generation: int
     world_size: int
-    problem: str | None
+    problem: Problem | None
     manifest: bool  # there is one, readable or not
     finite: bool = True  # see checkpoint.format
 
@@ -65,10 +70,10 @@ def catalog(storage_url: str) -> list[CheckpointRef]:
                 raise StateError(f"its manifest is that of step {manifest.step}, attempt {manifest.attempt}; the folder was renamed")
             refs.append(CheckpointRef(folder.url, *parsed, manifest.world_size, None, True, manifest.finite))
         except StateError as error:
-            refs.append(CheckpointRef(folder.url, *parsed, 0, str(error), folder.size(MANIFEST) is not None))
+            refs.append(CheckpointRef(folder.url, *parsed, 0, problem_of(error), folder.size(MANIFEST) is not None))
         except OSError as error:
             unreadable = error
-            refs.append(CheckpointRef(folder.url, *parsed, 0, f"its manifest cannot be read: {error}", True))
+            refs.append(CheckpointRef(folder.url, *parsed, 0, problem_of(error), True))
     if unreadable is not None and all(ref.problem for ref in refs):
         raise unreadable  # storage is at fault, not the checkpoints
     return sorted(refs, key=lambda r: age_key(r.step, r.attempt, r.generation), reverse=True)
@@ -79,14 +84,34 @@ def ever_committed(storage_url: str) -> bool:
     return open_folder(storage_url).child(FOLDER).size(COMMITTED) is not None
 
 
-def verify(url: str) -> str | None:
-    """Read every byte; None when all hold, else the problem as a sentence."""
-    with _Problem() as problem:
+def problem_of(error: Exception) -> Problem:
+    """What an error in reading a checkpoint says about it."""
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # of the memory that it was copied to
+        return Problem(Unfit.NO_ROOM, f"shared memory ran full: {error}")
+    if not isinstance(error, StateError):
+        return Problem(Unfit.UNREADABLE, f"it cannot be read: {type(error).__name__}: {error}")
+    why = next((why for kind, why in _SOUND.items() if isinstance(error, kind)), Unfit.DAMAGED)
+    return Problem(why, str(error))
+
+
+_SOUND: dict[type[StateError], Unfit] = {Unsuited: Unfit.UNSUITED, NoRoom: Unfit.NO_ROOM}
+
+
+def verify(url: str) -> Problem | None:
+    """Read every byte; None when all hold."""
+    try:
         folder = open_folder(url)
         for file in _manifest(folder).files:
             for _ in checked_chunks(folder, file):
                 pass
-    return problem.text
+    except Exception as error:
+        return problem_of(error)
+    return None
+
+
+def staged_name(url: str) -> str:
+    """Name of a checkpoint's folder in shared memory."""
+    return "staged-" + url.rstrip("/").rsplit("/", 1)[-1]
 
 
 def files_of(url: str) -> list[FileEntry]:
@@ -94,16 +119,16 @@ def files_of(url: str) -> list[FileEntry]:
     return _manifest(open_folder(url)).files
 
 
-def stage(url: str, shm: Path, name: str, ranks: Sequence[int], world_size: int) -> str | None:
+def stage(url: str, shm: Path, name: str, ranks: Sequence[int], world_size: int) -> Problem | None:
     """Copy what ``ranks`` need to ``shm/name``, verified on the way; all of it where another number of ranks wrote it. None when it is
-    there, else the problem as a sentence."""
-    target, fresh = shm / name, shm / f".{name}.{os.getpid()}"
-    with _Problem() as problem:
+    there."""
+    fresh: Path | None = None
+    try:
         folder = open_folder(url)
         manifest = _manifest(folder)
         if manifest.world_size != world_size:
             if not consents(manifest.own.values()):
-                raise StateError(
+                raise Unsuited(
                     f"it was written by {manifest.world_size} ranks and this group has {world_size}; "
                     f"run it with {manifest.world_size} ranks, or let its script say run.restore(..., elastic=True)"
                 )
@@ -112,18 +137,20 @@ def stage(url: str, shm: Path, name: str, ranks: Sequence[int], world_size: int)
         files = [file for file in manifest.files if file.name in wanted]
         needed, free = sum(file.bytes for file in files), shutil.disk_usage(shm).free
         if needed > free:
-            raise StateError(f"it needs {needed} bytes in {shm} and {free} are free; enlarge shared memory or use more nodes")
-        fresh.mkdir()
+            raise NoRoom(f"it needs {needed} bytes in {shm} and {free} are free; enlarge shared memory or use more nodes")
+        fresh = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=shm))  # an earlier call may still hang in storage
         for file in files:
             with open(fresh / file.name, "wb") as out:
                 for chunk in checked_chunks(folder, file):
                     out.write(chunk)
         (fresh / MANIFEST).write_bytes(b"".join(folder.read(MANIFEST)))
-        shutil.rmtree(target, ignore_errors=True)
-        fresh.rename(target)
-    if problem.text:
-        shutil.rmtree(fresh, ignore_errors=True)
-    return problem.text
+        shutil.rmtree(shm / name, ignore_errors=True)
+        fresh.rename(shm / name)
+    except Exception as error:
+        if fresh is not None:
+            shutil.rmtree(fresh, ignore_errors=True)
+        return problem_of(error)
+    return None
 
 
 def unstage(shm: Path, name: str) -> None:
@@ -131,13 +158,13 @@ def unstage(shm: Path, name: str) -> None:
     shutil.rmtree(shm / name, ignore_errors=True)
 
 
-def sweep(storage_url: str, attempt: int) -> list[str]:
-    """Remove what earlier attempts left without a manifest; returns the URLs."""
+def sweep(storage_url: str, attempt: int, generation: int) -> list[str]:
+    """Remove what earlier attempts and generations left without a manifest; returns the URLs."""
     root = open_folder(storage_url).child(FOLDER)
     removed = []
     for name in root.folders():
         parsed = parse_name(name)
-        if parsed and parsed[1] < attempt and root.child(name).size(MANIFEST) is None:
+        if parsed and parsed[1:] < (attempt, generation) and root.child(name).size(MANIFEST) is None:
             root.child(name).remove_all()
             removed.append(root.child(name).url)
     return removed
@@ -206,15 +233,3 @@ def checked_chunks(folder: LocalFolder | RemoteFolder, file: FileEntry) -> Itera
         yield chunk
     if size != file.bytes or digest.hexdigest() != file.xxh3:
         raise StateError(f"{file.name} does not match its checksum, its bytes were changed")
-
-
-class _Problem(contextlib.AbstractContextManager["_Problem"]):
-    """Turns whatever is raised inside into a sentence."""
-
-    text: str | None = None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        if error is None or not isinstance(error, Exception):
-            return False
-        self.text = str(error) if isinstance(error, StateError) else f"{UNREADABLE}: {type(error).__name__}: {error}"
-        return True

@@ -27,6 +27,10 @@ PINNED = "pinned"  # in a checkpoint's folder: retention leaves it alone
 _NAME = re.compile(r"step-(\d{12})\.a(\d+)\.g(\d+)")
 
 
+class Unsuited(StateError):
+    """A sound checkpoint, but not for this version or this number of ranks."""
+
+
 @dataclass(frozen=True)
 class FileEntry:
     """``xxh3`` in hex, 16 digits."""
@@ -135,7 +139,7 @@ def parse_manifest(data: bytes) -> Manifest:
         outer = json.loads(data)
         body = outer["manifest"]
         if body["format"] > FORMAT:
-            raise StateError(f"the manifest has format {body['format']}, this version reads up to {FORMAT}; use a newer KeepStep")
+            raise Unsuited(f"the manifest has format {body['format']}, this version reads up to {FORMAT}; use a newer KeepStep")
         if xxhash.xxh3_64_hexdigest(_canonical(body)) != outer["xxh3"]:
             raise StateError("the manifest does not match its checksum, its bytes were changed")
         fields = dict(body)

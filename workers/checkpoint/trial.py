@@ -21,11 +21,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from workers.checkpoint.catalog import stage, unstage
+from workers.checkpoint.catalog import problem_of, stage, unstage
 from workers.checkpoint.format import MANIFEST, parse_manifest
 from workers.checkpoint.reader import Restored, read_snapshot, read_staged
 from workers.checkpoint.storage import open_folder
 from workers.checkpoint.tree import StateError, flatten, is_torch
+from workers.messages import Problem, Unfit
 
 TRIAL_ANSWER = "trial.json"
 STAGED = "trial"
@@ -35,10 +36,12 @@ SPARE = 2  # so many times its size must be free, that the test takes no room fr
 
 @dataclass(frozen=True)
 class RestoreTrial:
-    """``problem``: why a restart from this checkpoint would fail; ``skipped``: why nothing was tried; ``compared``: with the snapshot."""
+    """``problem``: why a restart from this checkpoint would fail; ``damaged``: for what it holds; ``skipped``: why nothing
+    was tried; ``compared``: with the snapshot."""
 
     seconds: float
     problem: str | None = None
+    damaged: bool = False
     skipped: str | None = None
     compared: bool = False
 
@@ -77,21 +80,28 @@ def try_restore(shm: Path, url: str, step: int, ranks: Sequence[int], world_size
     """``ranks``: those of this node. Raises nothing."""
     begun = time.monotonic()
     compared = False
+    problem: Problem | None = None
     try:
         skipped = _no_room(shm, url)
         if skipped is not None:
             return RestoreTrial(time.monotonic() - begun, skipped=skipped)
         problem = stage(url, shm, STAGED, ranks, world_size)
+        if problem is not None and problem.why is Unfit.NO_ROOM:
+            return RestoreTrial(time.monotonic() - begun, skipped=problem.text)
         if problem is None:
             for rank in ranks:
                 restored = read_staged(shm / STAGED, rank, world_size)
                 compared = _compare(shm, rank, ranks, restored, step)
                 _set_random(restored)
+    except (StateError, OSError) as error:
+        problem = problem_of(error)
     except Exception as error:  # whatever it is, a restart would meet it too
-        problem = f"{type(error).__name__}: {error}" if not isinstance(error, StateError) else str(error)
+        problem = Problem(Unfit.DAMAGED, f"{type(error).__name__}: {error}")
     finally:
         unstage(shm, STAGED)
-    return RestoreTrial(time.monotonic() - begun, problem, compared=compared)
+    if problem is None:
+        return RestoreTrial(time.monotonic() - begun, compared=compared)
+    return RestoreTrial(time.monotonic() - begun, problem.text, damaged=problem.why is Unfit.DAMAGED, compared=compared)
 
 
 def _no_room(shm: Path, url: str) -> str | None:

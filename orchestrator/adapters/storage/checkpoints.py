@@ -10,7 +10,7 @@ from orchestrator.ports import Archive, Unavailable
 from workers.checkpoint import archive as archives
 from workers.checkpoint import catalog
 from workers.checkpoint.tree import StateError
-from workers.messages import UNREADABLE
+from workers.messages import Unfit
 
 READERS = 4
 T = TypeVar("T")
@@ -28,9 +28,9 @@ class StoredCheckpoints:
             problem = catalog.verify(url)
         finally:
             self._free.release()
-        if problem is not None and problem.startswith(UNREADABLE):
+        if problem is not None and problem.why is not Unfit.DAMAGED:  # nothing was learnt of its bytes
             raise Unavailable(f"{url}: {problem}")
-        return problem
+        return problem.text if problem is not None else None
 
     def pin(self, url: str) -> bool:
         return self._answer(lambda: catalog.pin(url))
