@@ -37,6 +37,7 @@ class Batches:
         self.batch_size, self.seed, self.shuffle = batch_size, seed, shuffle
         self._data = data
         self._epoch, self._batch = 0, 0
+        self._finished = (0, 0)  # the position at the end of the last step
         self._by_steps = False
         self._order: tuple[int, Any] | None = None
         if not 0 <= self.rank < self.world_size:
@@ -95,6 +96,11 @@ class Batches:
         """Called by ``run.step``."""
         if self._by_steps:
             self.advance()
+        self._finished = (self._epoch, self._batch)
+
+    def moved(self) -> bool:
+        """A batch was handed out since ``step_finished``."""
+        return (self._epoch, self._batch) != self._finished
 
     def state_dict(self) -> dict[str, Any]:
         """The position, in samples of all ranks, and what it is a position in."""
@@ -115,7 +121,7 @@ class Batches:
             raise StateError(
                 f"data: the saved position {state['sample']} is inside of a batch of {self.batch_size}; use the same batch_size"
             )
-        self._epoch, self._batch = state["epoch"], state["sample"] // self.batch_size
+        self._epoch, self._batch = self._finished = state["epoch"], state["sample"] // self.batch_size
 
     def rest(self) -> tuple[int, range]:
         """(epoch, the numbers of the batches that are left of it)"""

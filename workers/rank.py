@@ -55,15 +55,25 @@ def run_rank(config: dict[str, Any], order: dict[str, Any], log: int) -> int:
     program = parse_python(command)
     if program is None:
         return _execute(command, error_file)
+    return _run(program, board, error_file, config["cwd"])
+
+
+def _run(program: PythonProgram, board: Board, error_file: Path, cwd: str) -> int:
+    rank = os.getpid()
     try:
         program.run()
+        return 0
     except SystemExit as stop:
-        return _exit_code(stop)
+        code = _exit_code(stop)
     except BaseException as error:
-        _report(error, error_file, config["cwd"])
-        board.failed()
-        return 130 if isinstance(error, KeyboardInterrupt) else 1
-    return 0
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        _show(error)
+        if os.getpid() == rank:  # else a child that the script forked, which speaks for itself only
+            _write(error_file, _report(error, cwd))
+            board.failed()
+    if code and (held := sys.modules.get("workers.run")) is not None:
+        held.failed()
+    return code
 
 
 class PythonProgram:
@@ -144,25 +154,29 @@ def _exit_code(stop: SystemExit) -> int:
     return 1
 
 
-def _report(error: BaseException, file: Path, cwd: str) -> None:
+def _show(error: BaseException) -> None:
+    """As the interpreter does, but for our own frames."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         trace = trace.tb_next
     error.__traceback__ = trace
-    try:
-        text = "".join(traceback.format_exception(error))
-    except Exception:  # a __str__ or __cause__ of the user's class may itself raise
-        text = f"{type(error).__qualname__} (its text cannot be made)\n" + "".join(traceback.format_tb(trace))
     with contextlib.suppress(Exception):
         sys.excepthook(type(error), error, trace)
     sys.stderr.flush()
+
+
+def _report(error: BaseException, cwd: str) -> ErrorReport:
+    try:
+        text = "".join(traceback.format_exception(error))
+    except Exception:  # a __str__ or __cause__ of the user's class may itself raise
+        text = f"{type(error).__qualname__} (its text cannot be made)\n" + "".join(traceback.format_tb(error.__traceback__))
     try:
         message = str(error)
     except Exception:
         message = "(no text: __str__ raised)"
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
-    _write(file, ErrorReport(name, message[:4096], text[-TRACEBACK_BYTES:], _place(error, cwd)))
+    return ErrorReport(name, message[:4096], text[-TRACEBACK_BYTES:], _place(error, cwd))
 
 
 def _place(error: BaseException, cwd: str) -> str:

@@ -1,8 +1,9 @@
 """What user code holds: ``start``, ``restore``, ``step``, ``should_stop``.
 
 ``start`` joins the group, ``restore`` puts the freshest state in place, ``step`` says that one more step is finished. Invariants: a step
-counts from 1 and goes on after a restore; a snapshot is taken only inside ``step`` or at the normal end; without a launcher everything
-works alone and leaves nothing behind. A failing snapshot never ends training, a leaf that cannot be saved does, at the first one.
+counts from 1 and goes on after a restore; a snapshot holds the state as it was when a step was finished, and is taken inside ``step`` or
+at a normal end that follows on one; without a launcher everything works alone and leaves nothing behind. A failing snapshot never ends
+training, a leaf that cannot be saved does, at the first one. A child that the script forks holds nothing of the rank.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
+import os
 import signal
 import sys
 import threading
@@ -51,6 +53,13 @@ class Framework(Protocol):
     def close(self) -> None: ...
 
 
+class Counter(Protocol):
+    """A part, or a framework, that is told of each finished step. ``moved``: it knows of a change of the state since then."""
+
+    def step_finished(self) -> None: ...
+    def moved(self) -> bool: ...
+
+
 class Run:
     """One rank's hold on its job; made by ``start``.
 
@@ -71,7 +80,7 @@ class Run:
         self._sought: int | None = None  # the step of a decision that was not found yet
         self._parts: dict[str, Any] | None = None
         self._elastic = False
-        self._counters: list[Any] = []  # parts that want to know of each finished step
+        self._counters: list[Counter] = []
         self._writer: SnapshotWriter | None = None
         self._slots = SLOTS  # that memory had room for when it was last told
         self._phase = RankPhase.START
@@ -83,6 +92,7 @@ class Run:
         self._bad_reports: tuple[int, ...] = ()  # steps of the newest reports in a row with such a metric, the first ones
         self._phases_s = 0.0  # of announced phases since the last step
         self._told_to_stop = False
+        self._answered = False  # the script was told so by should_stop
         self._failed = False
         if self._board:
             self._board.attach()
@@ -132,7 +142,8 @@ class Run:
                 self._framework.derive(derive, parts, self.rank)
                 self.steps, source = state.step, Source(begin.source)
             self._parts, self._elastic = parts, elastic
-            self._counters = [part for part in (self._framework, *parts.values()) if hasattr(part, "step_finished")]
+            known = (self._framework, *parts.values())
+            self._counters = [part for part in known if hasattr(part, "step_finished") and hasattr(part, "moved")]
             if self._environment.shm:
                 self._writer = SnapshotWriter(self._environment.shm, self._environment.place, self.steps)
         if self._board:
@@ -267,9 +278,9 @@ class Run:
         """True when the job asked its ranks to end: leave the loop after this step. All ranks see it after the same step."""
         if not self._told_to_stop:
             return False
-        if self.world_size == 1 or self._framework.store is None:
-            return True
-        return self._agreement.stop_at is not None and self.steps >= self._agreement.stop_at
+        alone = self.world_size == 1 or self._framework.store is None
+        self._answered = alone or (self._agreement.stop_at is not None and self.steps >= self._agreement.stop_at)
+        return self._answered
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -291,27 +302,45 @@ class Run:
         """The script ended by itself: keep its last step for the final checkpoint. Called at exit; harmless to call twice."""
         if self._failed:
             return
-        if self._writer is not None and self._writer.newest < self.steps:
+        saved = True
+        if self._writer is not None and self._writer.newest < self.steps and self._between_steps():
             self._enter(RankPhase.SAVE)
             self._snapshot(pin=True)
-        if self._writer is not None:
+        if self._writer is not None:  # it may just have failed
             self._writer.pin_newest()
+            saved = self._writer.newest >= self.steps
         self._writer = None
-        self._enter(RankPhase.DONE)
+        if saved or not self._told_to_stop:
+            self._enter(RankPhase.DONE)
         self._framework.close()
 
+    def _between_steps(self) -> bool:
+        """Nothing says that the state is another one than after the last step: SIGTERM may have ended the script anywhere, unless the
+        script knew of it from ``should_stop``; data may have been taken, or the optimizer have stepped, for a step that was never finished.
+        """
+        return (self._answered or not self._told_to_stop) and not any(part.moved() for part in self._counters)
+
+    def fail(self) -> None:
+        """The script does not end well, so ``finish`` keeps nothing."""
+        self._failed = True
+
     def watch(self) -> None:
-        """Take note of SIGTERM, of an uncaught exception and of the end of the interpreter."""
+        """Take note of SIGTERM, of an uncaught exception and of the end of the interpreter, all of them in this process only."""
         atexit.register(self.finish)
         hook = sys.excepthook
 
         def failed(*error: Any) -> None:
-            self._failed = True
+            self.fail()
             hook(*error)
 
         sys.excepthook = failed
         if self._environment.launched and threading.current_thread() is threading.main_thread():
             self._chain_sigterm()
+        os.register_at_fork(after_in_child=self._let_go)
+
+    def _let_go(self) -> None:
+        atexit.unregister(self.finish)
+        self._board = self._writer = None
 
     def _chain_sigterm(self) -> None:
         # Alone, SIGTERM keeps its meaning: nobody promised that the script asks should_stop.
@@ -324,7 +353,12 @@ class Run:
             if callable(theirs):
                 theirs(number, frame)
 
+        def as_before() -> None:  # or a child that is told to end would never do so
+            if signal.getsignal(signal.SIGTERM) is told:
+                signal.signal(signal.SIGTERM, theirs)
+
         signal.signal(signal.SIGTERM, told)
+        os.register_at_fork(after_in_child=as_before)
 
 
 def start(framework: str | None = None) -> Run:
@@ -342,6 +376,12 @@ def start(framework: str | None = None) -> Run:
 
 
 _started: Run | None = None
+
+
+def failed() -> None:
+    """The script ends with another code than 0, which no handler at exit is told."""
+    if _started is not None:
+        _started.fail()
 
 
 def _adapter(name: str | None, environment: Environment) -> Framework:

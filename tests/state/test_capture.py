@@ -329,3 +329,23 @@ def test_a_copy_has_every_byte_and_its_checksum() -> None:
             )
             assert same(materialize(spec, found[spec.path]), expected), spec.path
         arrays = {name: array * 1 if again else array for name, array in arrays.items()}
+
+
+def test_what_ddp_was_told_to_ignore_is_the_ranks_own_and_so_is_its_optimizer() -> None:
+    framework = Torch(Place(0, 1, 0, 1, 0), launched=False)
+    framework._alone = False
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2))
+    torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["0.weight"])
+    model = torch.nn.parallel.DistributedDataParallel(net)
+    parts = {
+        "model": model,
+        "all": torch.optim.SGD(net.parameters(), 0.1),
+        "equal": torch.optim.SGD(net[2].parameters(), 0.1),
+        "ignored": torch.optim.SGD([net[0].weight], 0.1),
+    }
+    shared, own = framework.capture(parts)
+    assert set(shared["model"]) == {"0.bias", "1.weight", "1.bias", "2.weight", "2.bias"}
+    assert set(own["parts"]["model"]) == {"0.weight", "1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert (shared.keys(), own["parts"].keys()) == ({"model", "equal"}, {"model", "all", "ignored"})
+    assert "lead" not in own
+    framework.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -20,9 +21,10 @@ from workers.checkpoint.catalog import catalog
 from workers.checkpoint.slots import holdings
 from workers.checkpoint.tree import StateError, flatten
 from workers.checkpoint.writer import commit, write_share
+from workers.data import Batches
 from workers.environment import BadEnvironment, read_environment
 from workers.frameworks.plain import Plain
-from workers.frameworks.torch import load
+from workers.frameworks.torch import Torch, load
 from workers.run import Run
 
 
@@ -208,7 +210,6 @@ def test_full_shared_memory_costs_snapshots_not_training(
     shm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import errno
-    import os
 
     def full(fd: int, offset: int, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -300,3 +301,97 @@ def test_optimizer_state_wider_than_its_parameter_keeps_its_bits() -> None:
     found = other.state[other.param_groups[0]["params"][0]]["momentum_buffer"]
     assert found.dtype == torch.float32
     assert torch.equal(found, wide)
+
+
+def ending(shm: Path) -> tuple[Run, Batches]:
+    """A run with a snapshot of step 2 whose newest step, 3, is kept by its end only."""
+    run, data = rank(shm, KEEPSTEP_SNAPSHOT_EVERY="2"), Batches(20, 4)
+    run.restore(data=data, state=np.zeros(3))
+    for _, _ in zip(range(3), data, strict=False):
+        run.step()
+    return run, data
+
+
+def kept(shm: Path) -> int:
+    return max(holding.step for holding in holdings(shm, [0], verify=True))
+
+
+def test_the_end_keeps_the_last_step(shm: Path) -> None:
+    run, _ = ending(shm)
+    assert kept(shm) == 2
+    run.finish()
+    assert (kept(shm), Board.open(shm / "board-0").read().phase) == (3, "done")
+
+
+def test_data_that_was_taken_for_a_step_that_never_ended_is_not_kept(shm: Path) -> None:
+    run, data = ending(shm)
+    next(iter(data))
+    run.finish()
+    assert kept(shm) == 2
+    assert again(shm, 2).restore(data=data, state=None).data.state_dict()["sample"] == 8
+
+
+def test_an_end_with_another_code_than_0_keeps_nothing(shm: Path) -> None:
+    run, _ = ending(shm)
+    run.fail()
+    run.finish()
+    assert (kept(shm), Board.open(shm / "board-0").read().phase) == (2, "step")
+
+
+@pytest.mark.parametrize(("asks", "step", "phase"), [(False, 2, "step"), (True, 3, "done")])
+def test_after_sigterm_the_end_keeps_the_last_step_of_a_script_that_knew(shm: Path, asks: bool, step: int, phase: str) -> None:
+    run, _ = ending(shm)
+    run._told_to_stop = True
+    assert not asks or run.should_stop
+    run.finish()
+    assert (kept(shm), Board.open(shm / "board-0").read().phase) == (step, phase)
+
+
+@pytest.mark.parametrize("end", ["optimizer.step()", "next(iter(loader))"])
+def test_a_torch_step_that_never_ended_is_not_kept(shm: Path, end: str) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    model = torch.nn.Linear(1, 1)
+    optimizer, loader = torch.optim.SGD(model.parameters(), 0.1), StatefulDataLoader(range(9))
+    Board.create(shm / "board-0", 0, 0)
+    for told in ("", end):
+        variables = {"KEEPSTEP_SHM": str(shm), "KEEPSTEP_SNAPSHOT_EVERY": "2"}
+        environment = read_environment(variables)
+        run = Run(environment, Torch(environment.place, launched=False))
+        run.restore(model=model, optimizer=optimizer, loader=loader)
+        batches = iter(loader)
+        for _ in range(3):
+            next(batches)
+            optimizer.step()
+            run.step()
+        exec(told, {"optimizer": optimizer, "loader": batches})
+        run.finish()
+        assert kept(shm) == (2 if told else 3)
+
+
+FORKS = """
+import os, signal, sys, time
+import numpy as np
+import workers
+
+before = signal.getsignal(signal.SIGTERM)
+run = workers.start("plain")
+run.restore(state=np.zeros(3))
+run.step(), run.step(), run.step()
+child = os.fork()
+if child == 0:
+    assert signal.getsignal(signal.SIGTERM) == before
+    run.step()  # of the child's own
+    sys.exit(3)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+print(workers.board.Board.open(sys.argv[1]).read().phase, workers.board.Board.open(sys.argv[1]).read().step)
+"""
+
+
+def test_a_child_that_the_script_forks_ends_as_itself(shm: Path) -> None:
+    Board.create(shm / "board-0", 0, 0)
+    variables = {"KEEPSTEP_SHM": str(shm), "KEEPSTEP_SNAPSHOT_EVERY": "2", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    command = [sys.executable, "-c", FORKS, str(shm / "board-0")]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.stdout, done.returncode) == ("step 3\n", 0), done.stderr
+    assert (kept(shm), Board.open(shm / "board-0").read().phase) == (3, "done")

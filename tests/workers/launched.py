@@ -67,6 +67,10 @@ if case == "child":
     here, there = os.pipe()
     if os.fork() == 0: os.write(1, b"%d\n" % os.getpid()); os.close(there); time.sleep(600)
     os.close(there); os.read(here, 1)
+if case == "forked":
+    child = os.fork()
+    if child == 0: raise ValueError("of the child")
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 if case == "daemon": daemon(1); sys.stdout.flush(); time.sleep(600)
 if case == "sleep": print("up"); time.sleep(600)
 if case == "fds":

@@ -79,6 +79,13 @@ def test_a_traceback_shows_the_users_frames_only(launcher: Launched) -> None:
     assert Board.open(launcher.shm / f"board-{launcher.next - 1}").read().failed_at is not None
 
 
+def test_an_exception_in_a_child_that_the_script_forked_is_not_the_ranks(launcher: Launched) -> None:
+    code, printed = launcher.run("forked")
+    assert (code, printed.splitlines()[-2:]) == (0, ["ValueError: of the child", "1"])
+    assert launcher.error() is None
+    assert Board.open(launcher.shm / f"board-{launcher.next - 1}").read().failed_at is None
+
+
 def test_an_interrupt_is_told_apart(launcher: Launched) -> None:
     code, _ = launcher.run("interrupt")
     error = launcher.error()

@@ -1,8 +1,9 @@
 """PyTorch: joins the process group, and says which state the ranks share.
 
-Equal on all ranks are the parameters of a DistributedDataParallel module and the state of an optimizer of nothing but such parameters.
-All else is the rank's own: buffers (batch norm statistics differ between the ranks until the next forward pass), modules outside of DDP,
-schedulers, data, random generators. Alone, a group of one is made, so that ``DistributedDataParallel(model)`` works everywhere.
+Equal on all ranks are the parameters of a DistributedDataParallel module, but for those that it was told to ignore, and the state of an
+optimizer of nothing but such parameters. All else is the rank's own: buffers (batch norm statistics differ between the ranks until the next
+forward pass), modules outside of DDP, schedulers, data, random generators. Alone, a group of one is made, so that
+``DistributedDataParallel(model)`` works everywhere.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ class Torch:
         self._lead: list[str] = []
         self._windows = Windows()
         self._orders: dict[str, BucketOrder] = {}
+        self._loaders: list[DataLoader[Any]] = []
+        self._fetched: list[int] = []  # batches that each had given when the last step was finished
         if not dist.is_initialized():
             self.store = self._join(place, launched)
 
@@ -87,13 +90,16 @@ class Torch:
             refuse_unsharded(name, part)
         self._windows.begin(parts)
         self._orders = bucket_orders(parts)
+        self._loaders = [part for part in parts.values() if isinstance(part, DataLoader)]
 
     def capture(self, parts: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """(state equal on all ranks, state of this rank). Tensors are the live ones, not copies."""
         if self._equal is None:
             self._equal = {name: self._equal_names(part) for name, part in parts.items() if isinstance(part, torch.nn.Module)}
-            modules = [parts[name] for name in self._equal if self._equal[name]]
-            self._replicated = {id(p) for module in modules for p in module.parameters() if self._alone or not isinstance(p, DTensor)}
+            named = [(names, unwrap(parts[part])) for part, names in self._equal.items()]
+            self._replicated = {
+                id(p) for names, module in named for name, p in module.named_parameters(remove_duplicate=False) if name in names
+            }
             self._sharded = {name for name, part in parts.items() if holds_shards(part)}
             self._lead = [] if self._alone else [name for name, part in parts.items() if _copies_buffers(part)]
         shared, own = {}, {}
@@ -148,6 +154,10 @@ class Torch:
         self._windows.step_finished()
         for order in self._orders.values():
             order.step_finished()
+        self._fetched = [_fetched(loader) for loader in self._loaders]
+
+    def moved(self) -> bool:
+        return self._windows.moved or (bool(self._fetched) and self._fetched != [_fetched(loader) for loader in self._loaders])
 
     def derive(self, names: Collection[str], parts: dict[str, Any], rank: int) -> None:
         derive_random(names, rank)
@@ -166,10 +176,14 @@ class Torch:
             dist.destroy_process_group()
 
     def _equal_names(self, module: torch.nn.Module) -> frozenset[str]:
-        if not self._alone and not isinstance(uncompiled(module), DistributedDataParallel):
-            return frozenset()
         named = unwrap(module).named_parameters(remove_duplicate=False)
-        return frozenset(name for name, param in named if self._alone or not isinstance(param, DTensor))
+        if self._alone:
+            return frozenset(name for name, _ in named)
+        ddp = uncompiled(module)
+        if not isinstance(ddp, DistributedDataParallel):
+            return frozenset()
+        ignored = {id(p) for name, p in ddp.module.named_parameters(remove_duplicate=False) if name in ddp.parameters_to_ignore}
+        return frozenset(name for name, param in named if not isinstance(param, DTensor) and id(param) not in ignored)
 
     def _random_state(self) -> dict[str, Any]:
         state = random_state() | {"torch": torch.get_rng_state()}
@@ -182,6 +196,11 @@ class Torch:
         torch.set_rng_state(state["torch"])
         if self.device.type == "cuda" and "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"], self.device)
+
+
+def _fetched(loader: DataLoader[Any]) -> int:
+    """Batches that the present iteration of a loader with a position has given."""
+    return getattr(getattr(loader, "_iterator", None), "_num_yielded", 0)
 
 
 def module_state(module: torch.nn.Module) -> dict[str, Any]:
@@ -219,9 +238,9 @@ _GET_EXTRA_STATE = torch.nn.Module.get_extra_state
 
 
 def _copies_buffers(part: Any) -> bool:
-    """All ranks take rank 0's buffers before each forward pass."""
+    """All ranks take rank 0's buffers before each forward pass, and nothing else in the module is a rank's own."""
     ddp = uncompiled(part)
-    return isinstance(ddp, DistributedDataParallel) and ddp.broadcast_buffers
+    return isinstance(ddp, DistributedDataParallel) and ddp.broadcast_buffers and not ddp.parameters_to_ignore
 
 
 def load(part: Any, state: Any) -> Any:

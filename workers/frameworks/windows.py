@@ -13,7 +13,7 @@ from typing import Any
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from workers.checkpoint.tree import StateError
 from workers.frameworks.sharded import fit, node_of, parameters
@@ -24,21 +24,31 @@ class Windows:
     """Sees every optimizer's steps from the moment it is made."""
 
     def __init__(self) -> None:
+        self._begun = False  # an optimizer began to step since the last run.step
         self._stepping: dict[int, Optimizer] = {}  # since the last run.step
         self._stepped: dict[int, Optimizer] = {}  # before it, since the one before
         self._left_out: set[int] = set()  # optimizers that a scaler was asked to step, by id
         self._scalers: list[Any] = []
         self._scaled: list[dict[int, Any]] = []  # what each scaler knew of its optimizers after the last run.step
+        register_optimizer_step_pre_hook(self._begin)
         register_optimizer_step_post_hook(self._note)
 
     def begin(self, parts: dict[str, Any]) -> None:
         self._scalers = [part for part in parts.values() if isinstance(part, GradScaler) and part.is_enabled()]
         self._scaled = [scaler._per_optimizer_states for scaler in self._scalers]
 
+    @property
+    def moved(self) -> bool:
+        return self._begun
+
+    def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._begun = True
+
     def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepping[id(optimizer)] = optimizer
 
     def step_finished(self) -> None:
+        self._begun = False
         self._stepped, self._stepping = self._stepping, {}
         self._left_out = set()
         for i, scaler in enumerate(self._scalers):
