@@ -52,8 +52,11 @@ class PostgresServer:
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresServer]:
-    # Its Unix socket lies in the folder, so the path must be short.
-    folder = Path(tempfile.mkdtemp(prefix="ks-pg-", dir="/tmp"))
+    # Its Unix socket lies in the folder, so the path must be short. On a disk, making and removing hundreds of files per database would
+    # take longer than the tests.
+    memory = Path("/dev/shm")
+    roomy = memory.is_dir() and shutil.disk_usage(memory).free > 4 << 30
+    folder = Path(tempfile.mkdtemp(prefix="ks-pg-", dir=memory if roomy else "/tmp"))
     folder.chmod(0o755)
     server = PostgresServer(folder / "data")
     yield server
