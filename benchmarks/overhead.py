@@ -2,8 +2,8 @@
 
 ``python benchmarks/overhead.py [--steps-ms 20 200] [--pairs 5] [--seconds 20]``; a quick look: ``--pairs 1 --seconds 5``. Each turn starts
 everything anew, so that a bare turn has the machine to itself: no server, no Ray. Snapshots ``auto``, a checkpoint about every ten seconds.
-A step's time is the mean over the whole turn, so it holds whatever snapshots, checkpoints and KeepStep's other processes cost. Of each pair
-the other turn comes first, so that drift cancels.
+A step's time is the mean over the whole turn, so it holds whatever snapshots, checkpoints and KeepStep's other processes cost. Every
+second pair begins with the other, so that drift cancels.
 """
 
 from __future__ import annotations

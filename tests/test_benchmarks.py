@@ -64,3 +64,16 @@ def test_a_snapshot_and_a_checkpoint_are_measured(monkeypatch: pytest.MonkeyPatc
         assert len(least) == 2 * ways - 1
         assert min(least) > 0
     assert list(storage.iterdir()) == []
+
+
+def test_a_turn_of_undisturbed_training_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    overhead = __import__("overhead")
+    monkeypatch.setattr(overhead, "SETTLE_S", 1.0)
+    monkeypatch.setenv(overhead.MARK, "")  # put back afterwards
+    bare, _ = overhead.pair(20)
+    turn = overhead.measure(bare, ranks=2, seconds=1.0)
+    assert turn.step > 0.01  # the half that is sleep
+    assert (turn.inside, turn.beside) == ([], 0.0)
+    kept = overhead.Turn(turn.step * 1.1, [0.001, 0.003], 0.05)
+    assert "| 1.1000 / 1.1000 / 1.1000 | 2.000 / 2.000 / 3.000 |" in overhead.row(20, [(turn, kept)])
