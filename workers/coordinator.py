@@ -44,6 +44,7 @@ from workers.mirroring import Mirror
 from workers.news import News
 from workers.restart import decide
 from workers.saving import Saver
+from workers.steady import SteadyClock
 
 _log = logging.getLogger(__name__)
 
@@ -60,20 +61,21 @@ class Coordinator:
     def __init__(self, spec: GroupSpec) -> None:
         check_schema(spec)
         self.spec = spec
-        self.group = new_group(spec, time.time())
+        self.clock = SteadyClock()
+        self.group = new_group(spec, self.clock.now())
         self.term = 0
         self.version = 1
         self.sequence = 0
         self.agents: dict[int, Any] = {}
-        self.seen = {n.index: AgentSeen(n.index, None, time.time()) for n in spec.nodes}
+        self.seen = {n.index: AgentSeen(n.index, None, self.clock.now()) for n in spec.nodes}
         self._offsets: dict[int, Offset] = {}  # of the nodes' clocks
         self.listing = Listing(spec, lambda: self.group)
         self.final_saved = False
         self.final_problem: str | None = None
         self.end_request: EndRequest | None = None
         self.closed = False
-        self.mirror = Mirror(spec, self._all, lambda: self.group, self._update)
-        self.saver = Saver(spec, self._all, lambda: self.group, self._update, self._observation, self.mirror)
+        self.mirror = Mirror(spec, self._all, lambda: self.group, self._update, self.clock.now)
+        self.saver = Saver(spec, self._all, lambda: self.group, self._update, self._observation, self.mirror, self.clock.now)
         self._running: dict[Action, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
         self._news = News()
@@ -90,14 +92,14 @@ class Coordinator:
                 look_again_at = self._decide()
             except Exception:  # a bug must not leave ranks without a leader
                 _log.exception("no decision was possible")
-                look_again_at = time.time() + 1.0
-            timeout = None if look_again_at is None else max(0.0, look_again_at - time.time())
+                look_again_at = self.clock.now() + 1.0
+            timeout = None if look_again_at is None else max(0.0, look_again_at - self.clock.now())
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), timeout)
 
     def _decide(self) -> float | None:
         before = self.group
-        decision = decide(before, self._observation(), time.time())
+        decision = decide(before, self._observation(), self.clock.now())
         self.group = decision.group
         self.listing.keep_up()
         if replace(self.group, ranks=()) != replace(before, ranks=()):
@@ -110,7 +112,7 @@ class Coordinator:
             if action not in self._running:
                 self._running[action] = asyncio.create_task(self._do(action))
         if self.group.shown[0] == GroupPhase.RUNNING:
-            self.saver.look(self._observation(), time.time())
+            self.saver.look(self._observation(), self.clock.now())
         self._tasks = [t for t in self._tasks if not t.done()]
         return decision.look_again_at
 
@@ -138,7 +140,7 @@ class Coordinator:
         self._news.look(self.group)
 
     def _kept(self) -> Kept:
-        return Kept(self.term, self.sequence, self.group)
+        return Kept(self.term, self.sequence, self.group, self.clock.now())
 
     async def _quietly_keep(self) -> None:
         with contextlib.suppress(Exception):
@@ -162,8 +164,9 @@ class Coordinator:
         terms = [before for _, before, _ in answers.values()]
         self.term = max([*terms, kept.term if kept is not None else 0], default=0) + 1
         if kept is not None:
+            self.clock.reach(kept.at)  # its deadlines are by the clock of the one before
             self.group = kept.group.say(
-                time.time(), "CoordinatorRestarted", f"term {self.term} goes on from term {kept.term}; ranks were not touched"
+                self.clock.now(), "CoordinatorRestarted", f"term {self.term} goes on from term {kept.term}; ranks were not touched"
             )
             self.sequence = kept.sequence + 1
         for index, (status, _, _) in answers.items():
@@ -212,7 +215,7 @@ class Coordinator:
             self.agents[index] = await asyncio.to_thread(make_agent, self.spec, index)
             status, _, _ = await asyncio.wait_for(self.agents[index].follow.remote(self.term), 5)
             self._heard(index, status)
-            self._update(self.group.say(time.time(), "AgentReplaced", f"node {index} has a new agent; its launcher warms up"))
+            self._update(self.group.say(self.clock.now(), "AgentReplaced", f"node {index} has a new agent; its launcher warms up"))
         except NodeGone:
             self._lost(index)
         except Exception as error:
@@ -238,8 +241,8 @@ class Coordinator:
             return
         told = len(known.notes) if known is not None and known.incarnation == status.incarnation else 0
         for rank, reason, text in status.notes[told:]:
-            self._update(self.group.say(time.time(), reason, text, rank))
-        now = time.time()
+            self._update(self.group.say(self.clock.now(), reason, text, rank))
+        now = self.clock.now()
         offsets = self._offsets.setdefault(index, Offset())
         offsets.heard(status, now)
         self.seen[index] = AgentSeen(index, on_our_clock(status, offsets.seconds), heard_at=now)
@@ -247,7 +250,7 @@ class Coordinator:
 
     def _missed(self, index: int, died: bool) -> None:
         known = self.seen[index]
-        self.seen[index] = replace(known, missing_since=known.missing_since or time.time(), died=died or known.died)
+        self.seen[index] = replace(known, missing_since=known.missing_since or self.clock.now(), died=died or known.died)
         self._wake.set()
 
     async def _all(self, order: str, *args: Any) -> Mapping[int, Any]:
@@ -351,7 +354,7 @@ class Coordinator:
         """Idempotent; a later call may only shorten the grace."""
         known = self.end_request
         if known is None or grace_s < known.grace_s:
-            self.end_request = EndRequest(known.at if known else time.time(), grace_s)
+            self.end_request = EndRequest(known.at if known else self.clock.now(), grace_s)
             if self.group.end is not None:
                 self._update(replace(self.group, end=self.end_request))
         self._wake.set()

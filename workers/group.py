@@ -181,6 +181,7 @@ class Kept:
     term: int
     sequence: int
     group: Group
+    at: float = 0.0  # Unix time of the coordinator that kept it
 
 
 def new_group(spec: GroupSpec, now: float) -> Group:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +24,7 @@ class Mirror:
     call: Callable[..., Awaitable[Mapping[int, Any]]]
     group: Callable[[], Group]
     update: Callable[[Group], None]
+    now: Callable[[], float]
     task: asyncio.Task[None] | None = None
     failing: bool = False  # told once, until it works again
 
@@ -52,7 +52,7 @@ class Mirror:
             return False
         if problems and not self.failing:
             self.failing = True
-            self.update(self.group().say(time.time(), "MemoryCheckpointSkipped", f"step {step}: {problems[0]}"))
+            self.update(self.group().say(self.now(), "MemoryCheckpointSkipped", f"step {step}: {problems[0]}"))
         if problems:
             await self._drop()
         return not problems

@@ -59,6 +59,7 @@ class Saver:
     update: Callable[[Group], None]
     seen: Callable[[], Seen]
     mirror: Mirror
+    now: Callable[[], float]
     task: asyncio.Task[None] | None = None
     asked: tuple[int, int] = (-1, 0)  # (generation, step) that the ranks were asked for last
     tried: tuple[int, int] = (-1, 0)  # (generation, step) of the newest save, whatever came of it
@@ -120,7 +121,7 @@ class Saver:
     async def _give_back(self, steps: set[int]) -> None:
         await self._unpin(steps)
         group = self.group().say(
-            time.time(), "CheckpointSkipped", f"step {min(steps)}: storage is slower than the interval, or a rank passed by"
+            self.now(), "CheckpointSkipped", f"step {min(steps)}: storage is slower than the interval, or a rank passed by"
         )
         self.update(group)
 
@@ -145,26 +146,26 @@ class Saver:
 
         Returns the checkpoint, or None and what went wrong; then nothing of it is left, as soon as storage lets go of it.
         """
-        started, spec = time.time(), self.spec
+        started, spec = self.now(), self.spec
         try:
             await in_thread(claim, spec.storage_url, Lease(spec.job_id, spec.attempt, generation), limit_s=STALL_S)
             shares = await self._shares(step, generation)
             if self.group().generation != generation:
                 raise RuntimeError(f"generation {generation} ended before the commit")
-            whole = (spec.storage_url, spec.job_id, spec.attempt, generation, step, spec.world_size, shares, started, time.time())
+            whole = (spec.storage_url, spec.job_id, spec.attempt, generation, step, spec.world_size, shares, started, self.now())
             record = await in_thread(commit, *whole, limit_s=STALL_S)
         except Exception as error:
             cause = getattr(error, "cause", None) or error
             stalled = isinstance(cause, TimeoutError)
             told = (str(cause) or self._hung()) if stalled else failure_text(cause, spec.storage_url)
-            self.update(self.group().say(time.time(), "CheckpointStalled" if stalled else "CheckpointFailed", f"step {step}: {told}"))
+            self.update(self.group().say(self.now(), "CheckpointStalled" if stalled else "CheckpointFailed", f"step {step}: {told}"))
             with contextlib.suppress(Exception):
                 await in_thread(discard, spec.storage_url, step, spec.attempt, generation, limit_s=DISCARD_S)
             return None, told
         group = self.group()
         group = replace(group, checkpoints=(*group.checkpoints, record)[-KEPT_RECORDS:])
         size = f"{record.bytes / 2**20:.1f} MiB in {record.write_seconds:.2f} s"
-        self.update(group.say(time.time(), "CheckpointCommitted", f"step {step}: {size}"))
+        self.update(group.say(self.now(), "CheckpointCommitted", f"step {step}: {size}"))
         return record, ""
 
     async def _shares(self, step: int, generation: int) -> list[Share]:
@@ -195,7 +196,7 @@ class Saver:
         try:
             answers = await asyncio.wait_for(self.call("try_restore", record.url, record.step), TRIAL_S)
         except Exception as error:
-            self.update(self.group().say(time.time(), "RestoreNotTested", f"step {record.step}: {error or 'no answer'}"))
+            self.update(self.group().say(self.now(), "RestoreNotTested", f"step {record.step}: {error or 'no answer'}"))
             return
         trials = {index: trial for index, trial in answers.items() if trial is not None}
         if len(trials) < len(answers):
@@ -204,7 +205,7 @@ class Saver:
         seconds = max(trial.seconds for trial in trials.values())
         problems = [f"node {index}: {trial.problem}" for index, trial in trials.items() if trial.problem]
         skipped = [f"node {index}: {trial.skipped}" for index, trial in trials.items() if trial.skipped]
-        now = time.time()
+        now = self.now()
         if problems:
             told = f"step {record.step}: a restart from it would fail, {'; '.join(problems)}"
             group = self.group().say(now, "RestoreTestFailed", told)
@@ -234,7 +235,7 @@ class Saver:
             gone = [url for url in going if await in_thread(remove, url, limit_s=STALL_S)]
         except Exception as error:
             told = f"{self.spec.storage_url} did not answer within {limit:.0f} s" if isinstance(error, TimeoutError) else str(error)
-            self.update(self.group().say(time.time(), "RetentionFailed", f"nothing more was removed: {told}"))
+            self.update(self.group().say(self.now(), "RetentionFailed", f"nothing more was removed: {told}"))
             return
         if gone:
             group = self.group()
@@ -246,7 +247,7 @@ class Saver:
         problem = await in_thread(verify, url, limit_s=limit_s)
         if problem is not None and problem.why is not Unfit.DAMAGED:
             raise OSError(f"{url}: {problem}")
-        now = time.time()
+        now = self.now()
         group = self.group().checked(now, url, str(problem) if problem is not None else None)
         if problem is not None:
             told = f"{url} does not read back: {problem}{why} (found in {time.monotonic() - begun:.3f} s)"
@@ -266,7 +267,7 @@ class Saver:
 
     async def _check_drill(self, url: str) -> None:
         if await self.check(url, STALL_S, why="; a drill damaged it"):
-            self.update(self.group().say(time.time(), "DrillNotFound", f"{url} reads back whole although a drill damaged it"))
+            self.update(self.group().say(self.now(), "DrillNotFound", f"{url} reads back whole although a drill damaged it"))
 
     async def save_final(self, seen: Seen) -> str | None:
         """The newest state that all ranks left, unless it is committed already. Returns why it is not in storage now, None: it is."""

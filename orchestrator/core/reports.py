@@ -7,12 +7,15 @@ what only grows (best step, generation, failures) never shrinks, whatever a rest
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeVar
 
 from orchestrator.core.decision import Decision
 from orchestrator.core.group_spec import HOUR
 from orchestrator.core.model import Event
-from orchestrator.core.states import AttemptState
-from workers.messages import Failure, GroupEvent, GroupReport, Incident
+from orchestrator.core.states import AttemptState, JobState
+from workers.messages import Failure, GroupEvent, GroupPhase, GroupReport, Incident
+
+T = TypeVar("T")
 
 
 def learn(d: Decision, report: GroupReport) -> None:
@@ -46,18 +49,25 @@ def learn(d: Decision, report: GroupReport) -> None:
 def _record_news(d: Decision, report: GroupReport) -> None:
     """A report tells the whole attempt again; what was saved before is left out, for a report comes every second."""
     seen = d.attempt
+    trains_now = report.phase is GroupPhase.RUNNING and (d.job.state is not JobState.RUNNING or report.generation != seen.generation)
     events = [event for event in report.events if event.seq > seen.events_seen]
-    checkpoints = [c for c in report.checkpoints if seen.checkpoints_seen is None or c.committed_at > seen.checkpoints_seen]
-    # An incident changes until the generation that follows it trains.
-    incidents = [i for i in report.incidents if i.generation >= seen.generation - 1 or report.outcome is not None]
-    checks = tuple(check for check in report.checks if seen.checks_seen is None or check.at > seen.checks_seen)
+    checkpoints = _behind(report.checkpoints, [c.committed_at for c in report.checkpoints], seen.checkpoints_seen)
+    # An incident changes until a later generation trains, which ends all that were open.
+    incidents = [i for i in report.incidents if i.generation >= seen.generation - 1 or trains_now or report.outcome is not None]
+    checks = _behind(report.checks, [check.at for check in report.checks], seen.checks_seen)
     told = tuple(_event(d.job.id, report.attempt, event) for event in events)
-    d.record(told, tuple(incidents), tuple(checkpoints), report.pruned, checks)
+    d.record(told, tuple(incidents), checkpoints, report.pruned, checks)
     d.learn_attempt(
         events_seen=max([seen.events_seen, *(event.seq for event in events)]),
-        checkpoints_seen=max((c.committed_at for c in checkpoints), default=seen.checkpoints_seen),
-        checks_seen=max((check.at for check in checks), default=seen.checks_seen),
+        checkpoints_seen=checkpoints[-1].committed_at if checkpoints else seen.checkpoints_seen,
+        checks_seen=checks[-1].at if checks else seen.checks_seen,
     )
+
+
+def _behind(records: tuple[T, ...], times: list[float], saved: float | None) -> tuple[T, ...]:
+    """Those after the one of the time ``saved``, all where it is not told any more: a time names a record here, for a coordinator that
+    another one replaced may have an earlier clock."""
+    return records[max((i + 1 for i, at in enumerate(times) if at == saved), default=0) :]
 
 
 def _event(job_id: str, attempt: int, event: GroupEvent) -> Event:

@@ -49,8 +49,8 @@ class Led:
         self.spec = given
         self.agents = [Agent(given, node.index, "127.0.0.1") for node in given.nodes]
         self.group: Group = replace(new_group(given, time.time()), doing=Doing.TRAINING, training=True, started_at=time.time())
-        mirror = Mirror(given, self.call, lambda: self.group, self._update)
-        self.saver = Saver(given, self.call, lambda: self.group, self._update, self.seen, mirror)
+        mirror = Mirror(given, self.call, lambda: self.group, self._update, time.time)
+        self.saver = Saver(given, self.call, lambda: self.group, self._update, self.seen, mirror, time.time)
         self.generation = -1
 
     def _update(self, group: Group) -> None:
