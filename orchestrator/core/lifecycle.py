@@ -153,8 +153,8 @@ def _ended(d: Decision, seen: Seen) -> bool:
     ended_at = report.ended_at or d.now
     asked = d.job.state is JobState.CANCELLING or d.job.desired is Desired.CANCEL or d.attempt.reason == Reason.RUN_TIMEOUT
     if report.outcome is Outcome.LOST or (report.outcome is Outcome.STOPPED and not asked):
-        open_incidents = [incident for incident in report.incidents if incident.recovered_at is None]
-        lose(d, report.reason, report.message, ended_at, open_incidents[-1] if open_incidents else None)
+        told = any(incident.recovered_at is None for incident in report.incidents)
+        lose(d, report.reason, report.message, ended_at, told=told)
     else:
         timed_out = d.attempt.reason == Reason.RUN_TIMEOUT and report.outcome is not Outcome.SUCCEEDED
         reason, message = (Reason.RUN_TIMEOUT, d.attempt.message) if timed_out else (report.reason, report.message)
@@ -192,7 +192,7 @@ def _gone(d: Decision, seen: Seen) -> bool:
     if seen.presence is not Presence.ABSENT or d.attempt.state is not AttemptState.ACTIVE:
         return False
     if _confirmed_absent(d):
-        lose(d, Reason.GROUP_LOST, "Ray no longer knows the group: its coordinator and placement group are gone", d.now, None)
+        lose(d, Reason.GROUP_LOST, "Ray no longer knows the group: its coordinator and placement group are gone", d.now)
     return True
 
 
@@ -208,7 +208,7 @@ def _never_started(d: Decision, seen: Seen) -> bool:
         d.look_again(deadline)
         return False
     told = f": {seen.report.message}" if seen.report is not None else ""
-    lose(d, Reason.START_TIMEOUT, f"the group was not ready within {start_s:g} s{told}", d.now, None)
+    lose(d, Reason.START_TIMEOUT, f"the group was not ready within {start_s:g} s{told}", d.now)
     return True
 
 

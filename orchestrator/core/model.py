@@ -35,7 +35,7 @@ class Job:
     failures: tuple[Failure, ...] = ()  # what the budgets have paid, newest last
     restarts: int = 0  # how often ranks were started again, over all attempts
     stalled: int = 0  # attempts lost in a row without a new best step
-    open_incident: Incident | None = None  # lost its attempt; the next one that trains closes it
+    open_incidents: tuple[Incident, ...] = ()  # oldest first; those that an attempt left open are closed by the next one that trains
     unreachable_since: float | None = None
     started_at: float | None = None  # first time RUNNING
     ended_at: float | None = None

@@ -42,8 +42,9 @@ def learn(d: Decision, report: GroupReport) -> None:
         failures=merged(d.job.failures, report.failures, since=d.now - d.job.spec.restart.window_hours * HOUR),
         started_at=d.job.started_at or report.started_at,
     )
-    if d.job.open_incident is not None and report.started_at is not None:
-        _close(d, d.job.open_incident, report, report.started_at)
+    d.learn(open_incidents=known_open(d.job.open_incidents, report.incidents))
+    if report.started_at is not None:
+        _close(d, report, report.started_at)
 
 
 def _record_news(d: Decision, report: GroupReport) -> None:
@@ -95,10 +96,23 @@ def merged(old: tuple[Failure, ...], new: tuple[Failure, ...], since: float) -> 
     return tuple(sorted(known.values(), key=lambda failure: failure.at))
 
 
-def _close(d: Decision, incident: Incident, report: GroupReport, recovered_at: float) -> None:
-    """A failure that cost an attempt ended when the next attempt trained, though that may be over when it is heard of."""
+def known_open(old: tuple[Incident, ...], new: tuple[Incident, ...]) -> tuple[Incident, ...]:
+    """What is open of both; the newer word about an incident counts."""
+    known = {(i.attempt, i.generation): i for i in (*old, *new)}
+    return tuple(i for i in known.values() if i.recovered_at is None)
+
+
+def _close(d: Decision, report: GroupReport, recovered_at: float) -> None:
+    """Failures that cost an attempt, and those that it had not recovered from, ended when the next attempt trained, though that may be over
+    when it is heard of."""
+    earlier = [i for i in d.job.open_incidents if i.attempt < report.attempt]
+    d.record(incidents=tuple(_closed(i, report, recovered_at) for i in earlier))
+    d.learn(open_incidents=tuple(i for i in d.job.open_incidents if i not in earlier))
+
+
+def _closed(incident: Incident, report: GroupReport, recovered_at: float) -> Incident:
     resumed, last = report.resumed_step, incident.last_step
-    closed = replace(
+    return replace(
         incident,
         recovered_at=recovered_at,
         recovery_seconds=max(0.0, recovered_at - incident.at),
@@ -106,5 +120,3 @@ def _close(d: Decision, incident: Incident, report: GroupReport, recovered_at: f
         lost_steps=None if resumed is None or last is None else max(0, last - resumed),
         restored_from=report.restored_from,
     )
-    d.record(incidents=(closed,))
-    d.learn(open_incident=None)

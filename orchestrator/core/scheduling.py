@@ -141,7 +141,7 @@ def suspects(job: Job, attempt: Attempt | None) -> frozenset[str]:
     """Nodes that may have cost the job its last attempt: the blamed one, else all of an attempt that was lost before it trained."""
     if attempt is None or attempt.outcome is not Outcome.LOST:
         return frozenset()
-    blamed = job.open_incident.blamed_node if job.open_incident is not None else None
+    blamed = job.open_incidents[-1].blamed_node if job.open_incidents else None
     if blamed is not None:
         return frozenset({blamed})
     return frozenset() if attempt.started_at is not None else frozenset(place.node_id for place in attempt.nodes)

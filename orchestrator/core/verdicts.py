@@ -11,6 +11,7 @@ from orchestrator.core.actions import RemoveGroup
 from orchestrator.core.decision import Decision
 from orchestrator.core.group_spec import HOUR
 from orchestrator.core.model import Attempt, Job
+from orchestrator.core.reports import known_open
 from orchestrator.core.states import AttemptState, Desired, JobState, Reason
 from workers.budget import TABLE
 from workers.messages import Failure, FailureClass, Incident, Outcome
@@ -21,14 +22,15 @@ STALLED_LOSSES = 2  # attempts lost in a row without a new best step
 FEWEST_RELAUNCHES = 3  # before a lack of progress may end a job
 
 
-def lose(d: Decision, reason: Reason | str, message: str, at: float, incident: Incident | None) -> None:
-    """The attempt is lost for a cause that another placement may cure. ``incident`` is the coordinator's own, if it could still tell."""
-    if incident is None:
+def lose(d: Decision, reason: Reason | str, message: str, at: float, *, told: bool = False) -> None:
+    """The attempt is lost for a cause that another placement may cure. ``told``: its coordinator could still tell, in an incident."""
+    if not told:
         incident = _incident(d, str(reason), message, at)
         d.record(incidents=(incident,))
         paid = Failure(at=at, kind=incident.kind, cause=incident.cause, signature=incident.cause, step=d.job.best_step)
         d.learn(failures=(*d.job.failures, paid))
-    d.learn(open_incident=incident, stalled=0 if _gained(d.job, d.attempt) else d.job.stalled + 1)
+        d.learn(open_incidents=known_open(d.job.open_incidents, (incident,)))
+    d.learn(stalled=0 if _gained(d.job, d.attempt) else d.job.stalled + 1)
     d.attempt_is(AttemptState.REMOVING, outcome=Outcome.LOST, reason=str(reason), message=message, ended_at=at)
     if d.job.state is not JobState.CANCELLING and d.job.desired is Desired.RUN:
         d.job_is(JobState.RECOVERING, Reason.GROUP_LOST, message)

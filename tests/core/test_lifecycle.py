@@ -158,25 +158,37 @@ def test_a_vanished_group_leaves_an_incident_that_its_successor_closes() -> None
     step = look(running(step=6, best_step=7), GONE, ABSENT)
     (incident,) = step.incidents
     assert (incident.cause, incident.action, incident.at, incident.last_step) == ("group_lost", "relaunch", NOW - ABSENT_S, 7)
-    assert step.job.open_incident == incident
+    assert step.job.open_incidents == (incident,)
     assert [f.cause for f in step.job.failures] == ["group_lost"]
     trains = seen(attempt=2, started_at=NOW + 9, resumed_step=5, restored_from=Source.STORAGE, step=6, best_step=7)
     later = look(replace(step.job, state=S.STARTING, attempt=2), attempt(number=2), trains, now=NOW + 10)
     (closed,) = later.incidents
     assert (closed.recovered_at, closed.resumed_step, closed.lost_steps, closed.restored_from) == (NOW + 9, 5, 2, Source.STORAGE)
     assert closed.recovery_seconds == 9 + ABSENT_S
-    assert later.job.open_incident is None
+    assert later.job.open_incidents == ()
 
 
 def test_an_incident_closes_also_when_its_successor_trained_unseen() -> None:
     open_incident = Incident("job-aaaaaaaaaaaa", 1, 0, NOW - 90, "group_lost", FailureClass.INFRASTRUCTURE, "gone", "relaunch", last_step=7)
-    before = job(S.STARTING, attempt=2, open_incident=open_incident)
+    before = job(S.STARTING, attempt=2, open_incidents=(open_incident,))
     waits = look(before, attempt(A.PLANNED, number=2), seen(GroupPhase.WARMING, attempt=2))
-    assert waits.job.open_incident == open_incident
+    assert waits.job.open_incidents == (open_incident,)
     view = ended(Outcome.SUCCEEDED, attempt=2, started_at=NOW - 60, resumed_step=5)
     step = look(before, attempt(A.PLANNED, number=2), view)
     (closed,) = step.incidents
-    assert (step.job.open_incident, closed.attempt, closed.recovered_at, closed.lost_steps) == (None, 1, NOW - 60, 2)
+    assert (step.job.open_incidents, closed.attempt, closed.recovered_at, closed.lost_steps) == ((), 1, NOW - 60, 2)
+
+
+def test_what_a_lost_attempt_had_not_recovered_from_is_closed_with_it() -> None:
+    killed = Incident("job-aaaaaaaaaaaa", 1, 0, NOW - 5, "signal", FailureClass.INFRASTRUCTURE, "killed", "restart_in_place", last_step=7)
+    recovers = look(running(), attempt(), seen(GroupPhase.RECOVERING, generation=1, incidents=(killed,)))
+    assert recovers.job.open_incidents == (killed,)
+    lost = look(recovers.job, replace(GONE, generation=1), ABSENT)
+    assert [i.cause for i in lost.job.open_incidents] == ["signal", "group_lost"]
+    trains = seen(attempt=2, started_at=NOW + 9, resumed_step=5)
+    later = look(replace(lost.job, state=S.STARTING, attempt=2), attempt(number=2), trains, now=NOW + 10)
+    assert [(i.cause, i.recovered_at) for i in later.incidents] == [("signal", NOW + 9), ("group_lost", NOW + 9)]
+    assert later.job.open_incidents == ()
 
 
 def test_absence_must_last() -> None:

@@ -107,7 +107,7 @@ LOST = {"state": AttemptState.ENDED, "outcome": Outcome.LOST, "nodes": (NodePlac
 )
 def test_which_nodes_are_suspect(of_attempt: dict[str, Any] | None, blamed: str | None, expected: set[str]) -> None:
     incident = Incident("job-aaaaaaaaaaaa", 1, 0, NOW, "node_lost", FailureClass.INFRASTRUCTURE, "", "relaunch", blamed_node=blamed)
-    known = job(open_incident=incident if blamed else None)
+    known = job(open_incidents=(incident,) if blamed else ())
     assert suspects(known, None if of_attempt is None else attempt(**of_attempt)) == expected
 
 

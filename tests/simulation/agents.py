@@ -29,6 +29,7 @@ BUG = ErrorReport("ValueError", "a bug", "", "train.py:9 in step")
 
 
 WAITS = ("all_reduce (torch/distributed/distributed_c10d.py:3252)", "step (train.py:20)")
+NODE_LOST_S = 5.0  # Ray has noticed by then that the machine went away
 STUCK = ("read (loader.py:7)", "step (train.py:18)")
 
 
@@ -63,18 +64,22 @@ class SimRank:
 
 @dataclass
 class SimAgent:
-    """``back_at``: its process is dead until then; None: it lives. Snapshots outlive it, for they are in shared memory, and so do copies
-    of a memory checkpoint: ``copied`` of its own ranks, ``guarded`` of what is their own of the ranks of the node before it."""
+    """``made_at``: it answers for the first time; ``back_at``: its process is dead until then; None: it lives.
+
+    Snapshots outlive it, for they are in shared memory, and so do copies of a memory checkpoint: ``copied`` of its own ranks, ``guarded``
+    of what is their own of the ranks of the node before it."""
 
     index: int
     node_id: str
     per_node: int
     world_size: int
     ready_at: float
+    made_at: float | None = None
     incarnation: int = 0
     back_at: float | None = None
     unreachable_since: float | None = None
     generation: int = -1
+    fenced: int = -1  # newest generation that was ended: it is not launched any more
     ranks: list[SimRank] = field(default_factory=list)
     snapshot: int | None = None
     damaged: bool = False  # the part of the snapshot that all nodes share
@@ -88,7 +93,7 @@ class SimAgent:
 
     @property
     def answers(self) -> bool:
-        return self.back_at is None and self.unreachable_since is None
+        return self.made_at is None and self.back_at is None and self.unreachable_since is None
 
     def dies(self, now: float, back_in: float) -> None:
         self.back_at = now + back_in
@@ -101,7 +106,7 @@ class SimAgent:
     def fetch(self, step: int, fetches: tuple[Fetch, ...], agents: list[SimAgent]) -> None:
         """Take what the rule says that others have; what is not there any more cannot be had."""
         mine = [f for f in fetches if f.rank in self.numbers]
-        if mine and step not in self.unfetched:
+        if mine and step not in self.unfetched and all(rank.ended_at is not None for rank in self.ranks):
             if all(self._can(step, f, agents) for f in mine):
                 self.snapshot, self.damaged = step, False
             else:
@@ -117,16 +122,20 @@ class SimAgent:
         return range(self.index * self.per_node, (self.index + 1) * self.per_node)
 
     def advance(self, now: float) -> None:
+        if self.made_at is not None and now >= self.made_at:
+            self.made_at = None
         if self.back_at is not None and now >= self.back_at and self.unreachable_since is None:
             self.back_at, self.incarnation, self.ready_at = None, self.incarnation + 1, now + 0.5
 
     def seen(self, now: float) -> AgentSeen:
         if self.answers:
             self.told, self.told_at = self._status(now), now
-        return AgentSeen(self.index, self.told, self.unreachable_since, died=self.back_at is not None, heard_at=self.told_at)
+        missing_since = self.unreachable_since if self.made_at is None else now
+        lost = self.unreachable_since is not None and now - self.unreachable_since > NODE_LOST_S
+        return AgentSeen(self.index, self.told, missing_since, died=self.back_at is not None, node_lost=lost, heard_at=self.told_at)
 
     def launch(self, generation: int, restore: RestoreOrder, await_step: int, now: float) -> None:
-        if generation <= self.generation or any(rank.ended_at is None for rank in self.ranks):
+        if generation <= max(self.generation, self.fenced) or now < self.ready_at or any(rank.ended_at is None for rank in self.ranks):
             return
         self.generation = generation
         self.snapshot = restore.step if restore.source in (Source.MEMORY, Source.PEER) else None
@@ -136,8 +145,9 @@ class SimAgent:
         self.stacks_of = None
         self.ranks = [SimRank(number, n, now, restore.step, await_step) for n, number in enumerate(self.numbers)]
 
-    def stop(self, now: float) -> None:
-        for rank in self.ranks:
+    def stop(self, generation: int, now: float) -> None:
+        self.fenced = max(self.fenced, generation)
+        for rank in self.ranks if self.generation <= generation else ():
             rank.end(now, signal=9, ours=True)
 
     def _status(self, now: float) -> AgentStatus:

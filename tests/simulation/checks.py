@@ -25,6 +25,7 @@ class CheckedStore:
 
     def __init__(self, store: Any, dice: Dice, storage: Storage, left_of: Callable[[str], list[Any]]) -> None:
         self._store, self._dice, self._storage, self._left_of = store, dice, storage, left_of
+        self.crash = ""  # the next save has a crash before or after it
         self._attempts: dict[str, dict[int, Attempt]] = {}  # as saved last
 
     def __getattr__(self, name: str) -> Any:
@@ -41,7 +42,8 @@ class CheckedStore:
     def save_step(self, step: JobStep) -> Job:
         if self._dice.fault(0.01):
             raise Unavailable("database is away")
-        if self._dice.fault(0.01):
+        crash, self.crash = self.crash, ""
+        if self._dice.fault(0.01) or crash == "before":
             raise Crash("before the save")
         before = self._store.job(step.job.id)
         saved: Job = self._store.save_step(step)
@@ -54,7 +56,7 @@ class CheckedStore:
             known[step.attempt.number] = step.attempt
         if self._dice.fault(0.01):
             raise Unavailable("saved, but the answer was lost")
-        if self._dice.fault(0.01):
+        if self._dice.fault(0.01) or crash == "after":
             raise Crash("after the save")
         return saved
 

@@ -22,6 +22,8 @@ class SimCluster:
         self.node_ids = [f"node{n}" for n in range(nodes)]
         self.silent_until = 0.0  # Ray itself does not answer
         self.late: list[tuple[float, Callable[[], None]]] = []
+        self.calls = "done"  # or the next call is: lost, late, twice
+        self.watch: Callable[[SimGroup, bool], None] = lambda group, acted: None  # see SimGroup
         self.in_between: Callable[[], None] = lambda: None  # what others do while a pass waits for Ray
         self.violations: list[str] = []
         self.on_call: set[Key] = set()  # groups made by calls that were in time
@@ -109,6 +111,7 @@ class SimCluster:
         if older and not late:
             self.violations.append(f"one live group: {key} was made while {older} existed")
         self.groups[key] = SimGroup(spec, self.clock.now(), self.dice, self.storage)
+        self.groups[key].watch = self.watch
         if not late:
             self.on_call.add(key)
 
@@ -147,13 +150,14 @@ class SimCluster:
             raise Crash("before the call")
         if self.clock.now() < self.silent_until:
             raise Unavailable("Ray does not answer")
-        if self.dice.fault(0.05):
+        fate, self.calls = self.calls, "done"
+        if self.dice.fault(0.05) or fate == "late":
             self.late.append((self.clock.now() + self.dice.between(0.5, 40), lambda: effect(True)))
             raise Unavailable("timed out; the call is still under way")
-        if self.dice.fault(0.03):
+        if self.dice.fault(0.03) or fate == "lost":
             raise Unavailable("lost")
         effect(False)
-        if self.dice.fault(0.05):
+        if self.dice.fault(0.05) or fate == "twice":
             effect(False)
         if self.dice.fault(0.03):
             raise Unavailable("done, but the answer was lost")

@@ -31,9 +31,9 @@ FAILS = ("kill", "kill", "hang", "bug")
 class Run:
     """Everything of one seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, nodes: int | None = None) -> None:
         self.dice, self.clock = Dice(seed), SimClock()
-        self.cluster = SimCluster(self.clock, self.dice, nodes=self.dice.random.randint(1, 4))
+        self.cluster = SimCluster(self.clock, self.dice, nodes=nodes or self.dice.random.randint(1, 4))
         self.engine = open_engine("sqlite://")
         METADATA.create_all(self.engine)
         self.store: Any = CheckedStore(SqlStore(self.engine), self.dice, self.cluster.storage, self.cluster.left_of)
@@ -44,13 +44,13 @@ class Run:
             self.store, self.cluster, self.cluster, self.clock, self.wake,
             bundle_exists=lambda sha: True, stored=StoredCheckpoints(), new_id=lambda: f"job-{next(ids):012d}",
         )  # fmt: skip
-        self.loops = [self._loop(), self._loop()]
+        self.loops = [self.new_loop(), self.new_loop()]
         self.cluster.in_between = self._in_between
         self.nested = False
         self.jobs: list[str] = []
         self.user_errors: set[str] = set()
 
-    def _loop(self) -> Reconciler:
+    def new_loop(self) -> Reconciler:
         return Reconciler(self.store, self.cluster, self.cluster, self.clock, ROOTS, self.wake, submit=at_once)
 
     def whole(self) -> None:
@@ -61,8 +61,8 @@ class Run:
                 self.cluster.advance()
                 self._user()
                 self._accident()
-                self._pass(self.dice.random.choice((0, 0, 0, 1)))
-                self._check_now()
+                self.pass_(self.dice.random.choice((0, 0, 0, 1)))
+                self.check_now()
             self._calm()
         finally:
             self.engine.dispose()
@@ -77,7 +77,7 @@ class Run:
 
     def _submit(self) -> None:
         random = self.dice.random
-        spec = JobSpec.model_validate({
+        self.submit({
             "name": f"job {len(self.jobs)}",
             "framework": "plain",
             "command": ["train", str(ENDLESS if random.random() < 0.1 else random.randint(10, 200))],
@@ -90,8 +90,10 @@ class Run:
             "timeouts": {"start_s": 60, "grace_s": random.choice([0, 5, 20]), "run_hours": random.choice([None, None, 0.05])},
             "priority": random.choice([50, 50, 70]),
         })  # fmt: skip
+
+    def submit(self, spec: dict[str, Any]) -> None:
         try:
-            self.jobs.append(self.service.submit(spec, None, "")[0].id)
+            self.jobs.append(self.service.submit(JobSpec.model_validate(spec), None, "")[0].id)
         except Unavailable:
             return
 
@@ -130,7 +132,7 @@ class Run:
             case "silent":
                 group.silent_until = now + random.choice([1, 8, 120])
             case "coordinator":
-                group.coordinator_dies(now, back_in=random.choice([1, 5, 60]))
+                group.coordinator_dies(now, back_in=random.choice([1, 5, 60]), forgets=random.random() < 0.5)
 
     def _in_between(self) -> None:
         """While one pass waits for Ray: another reconciler makes a whole pass, or a user cancels."""
@@ -139,26 +141,26 @@ class Run:
         self.nested = True
         try:
             if self.dice.fault(0.15):
-                self._pass(1)
+                self.pass_(1)
             if self.jobs and self.dice.fault(0.06):
                 self._cancel(self.dice.random.choice(self.jobs))
         finally:
             self.nested = False
 
-    def _pass(self, which: int) -> None:
+    def pass_(self, which: int) -> None:
         loop = self.loops[which]
         try:
             loop.once()
         except Unavailable:
             pass
         except Crash:
-            self.loops[which] = self._loop()
+            self.loops[which] = self.new_loop()
         if loop.errors:
             raise Violation("no error that nobody foresaw")
 
     # checks
 
-    def _check_now(self) -> None:
+    def check_now(self) -> None:
         if self.cluster.violations:
             raise Violation(self.cluster.violations[0])
 
@@ -168,11 +170,11 @@ class Run:
         self.cluster.silent_until = 0.0
         for group in self.cluster.groups.values():
             group.silent_until = 0.0
-        for job in self._unfinished():
+        for job in self.unfinished():
             if int(job.spec.command[1]) == ENDLESS:
                 self._cancel(job.id)
         until, cancelled_until = self.clock.now() + CALM_S, self.clock.now() + CANCEL_S
-        while (unfinished := self._unfinished()) or self.cluster.groups or self.cluster.late:
+        while (unfinished := self.unfinished()) or self.cluster.groups or self.cluster.late:
             told = [f"{job.id} {job.state}/{job.reason}: {job.message}" for job in unfinished]
             if self.clock.now() > until:
                 raise Violation(f"every job ends, and no group is left: {told} {sorted(self.cluster.groups)}")
@@ -180,19 +182,19 @@ class Run:
                 raise Violation(f"a cancelled job ends soon: {told}")
             self.clock.at += self.dice.between(2, 12)
             self.cluster.advance()
-            self._pass(0)
-            self._check_now()
+            self.pass_(0)
+            self.check_now()
         for job_id in self.jobs:
-            job, attempts = self._job(job_id), self.store.attempts(job_id)
+            job, attempts = self.job(job_id), self.store.attempts(job_id)
             check_verdict(job, attempts, job_id in self.user_errors)
             if any(attempt.state is not AttemptState.ENDED for attempt in attempts):
                 raise Violation(f"no attempt outlives its job: {job_id}")
 
-    def _unfinished(self) -> list[Job]:
+    def unfinished(self) -> list[Job]:
         jobs: list[Job] = self.store.open_jobs()[0]
         return jobs
 
-    def _job(self, job_id: str) -> Job:
+    def job(self, job_id: str) -> Job:
         job = self.store.job(job_id)
         assert isinstance(job, Job)
         return job

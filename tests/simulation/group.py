@@ -5,6 +5,7 @@ Like the real one it saves its state before it acts on it; when it dies and retu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from tests.simulation.agents import BUG, GLOO, SimAgent, SimRank
@@ -27,6 +28,7 @@ from workers.messages import CheckpointFound, CheckpointRecord, FailureClass, Gr
 from workers.restart import decide
 
 CHECKPOINT_EVERY = 20
+LATE_S = 6.0
 CHARGED = (FailureClass.INFRASTRUCTURE, FailureClass.UNKNOWN, FailureClass.PREEMPTION)
 
 
@@ -52,8 +54,11 @@ class SimGroup:
         self.trained_at = now
         self.catalog: tuple[CheckpointFound, ...] | None = None
         self.final_saved = False
+        self.watch: Callable[[SimGroup, bool], None] = lambda group, acted: None  # called before and after what follows from a decision
+        self.orders = "done"  # or for the agents: lost, late, twice
+        self.late: list[tuple[float, object]] = []
         self.end_request: EndRequest | None = None
-        self.group = new_group(spec, now)
+        self.group = self.kept = new_group(spec, now)  # kept: by the agents before the newest decision
         self.version = 1
         self.report = self._report()
         self.history: list[GroupReport] = []
@@ -68,7 +73,8 @@ class SimGroup:
 
     def place(self, now: float) -> None:
         size = (self.spec.processes_per_node, self.spec.world_size)
-        self.agents = [SimAgent(p.index, p.node_id, *size, now + self.dice.between(0.1, 5)) for p in self.spec.nodes]
+        made_at = now + self.dice.between(0, 3)
+        self.agents = [SimAgent(p.index, p.node_id, *size, made_at + self.dice.between(0.1, 5), made_at) for p in self.spec.nodes]
 
     @property
     def ranks(self) -> list[SimRank]:
@@ -82,6 +88,10 @@ class SimGroup:
             self.trained_at = moment
             for agent in self.agents:
                 agent.advance(moment)
+            due = [order for at, order in self.late if at <= moment]
+            self.late = [(at, order) for at, order in self.late if at > moment]
+            for order in due:
+                self._do(order, moment)
             self._coordinate(moment)
 
     # ranks
@@ -137,16 +147,28 @@ class SimGroup:
             if not self.agents and self.end_request is None:
                 return  # its placement group has no room yet
             decision = decide(self.group, seen, now)
-            self.group = decision.group
+            self.kept, self.group = self.group, decision.group
+            self.watch(self, False)
+            if not self.coordinator:
+                return
             for action in decision.actions:
-                self._do(action, now)
+                self._order(action, now)
+            self.watch(self, True)
         self._publish()
+
+    def _order(self, action: object, now: float) -> None:
+        if self.orders == "late":
+            self.late.append((now + LATE_S, action))
+        elif self.orders != "lost":
+            self._do(action, now)
+        if self.orders == "twice":
+            self._do(action, now)
 
     def _do(self, action: object, now: float) -> None:
         match action:
-            case StopRanks():
+            case StopRanks(generation):
                 for agent in self._reachable():
-                    agent.stop(now)
+                    agent.stop(generation, now)
             case TerminateRanks():
                 for rank in (rank for agent in self._reachable() for rank in agent.ranks):
                     if self.dice.random.random() < 0.5:
@@ -248,8 +270,11 @@ class SimGroup:
                 agent.loses_memory()
                 agent.dies(now, back_in=0.0)
 
-    def coordinator_dies(self, now: float, back_in: float) -> None:
+    def coordinator_dies(self, now: float, back_in: float, forgets: bool = False) -> None:
+        """``forgets``: before the agents had its newest decision."""
         self.coordinator_back_at = now + back_in
+        self.end_request = None
+        self.group = self.kept if forgets else self.group
 
     def end(self, now: float, grace_s: float) -> None:
         known = self.end_request

@@ -73,7 +73,7 @@ JOBS = Table(
     _json("failures"),
     _number("restarts"),
     _number("stalled"),
-    _json("open_incident"),
+    _json("open_incidents", default="[]"),
     _instant("unreachable_since", null=True),
     _instant("started_at", null=True),
     _instant("ended_at", null=True),
