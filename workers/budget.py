@@ -70,7 +70,7 @@ def charge(group: Group, now: float, verdict: Verdict) -> tuple[Group, tuple[str
     failure = Failure(now, verdict.kind, verdict.cause, verdict.signature, step)
     failures = (*(f for f in group.failures if now - f.at <= spec.window_s), failure)
     same = _same(failures)
-    group = replace(group, failures=failures, not_before=now + back_off(same if group.attached else _quick(failures)))
+    group = replace(group, failures=failures, not_before=now + back_off(same if group.attached else _quick(failures, verdict)))
     spent, budget = sum(TABLE[f.kind].paid_by == price.paid_by for f in failures), price.budget(spec)
     if spent > budget and verdict.kind == FailureClass.USER:
         return group, (USER_REASONS.get(verdict.cause, "UserError"), f"{verdict.evidence} (max_user_errors = {budget})")
@@ -89,9 +89,11 @@ def back_off(same: int) -> float:
     return 0.0 if same < 2 else min(BACK_OFF_S * 2.0 ** (same - 2), BACK_OFF_LONGEST_S)
 
 
-def _quick(failures: tuple[Failure, ...]) -> int:
-    """How many of the newest are equal and came one soon after the other."""
+def _quick(failures: tuple[Failure, ...], newest: Verdict) -> int:
+    """How many of the newest are equal and came one soon after the other: the sign of a script that cannot run."""
     quick = 1
+    if newest.from_outside:
+        return quick
     for earlier, later in zip(failures[-2::-1], failures[:0:-1], strict=False):
         if earlier.signature != later.signature or later.at - earlier.at > QUICK_S:
             break

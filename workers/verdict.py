@@ -38,6 +38,8 @@ NOT_OF_DISKS = (
 )  # fmt: skip
 STALE_STATE_TYPES = ("StateGone",)
 DRILL_EXIT_CODE = int(signals.SIGRTMIN) + 1
+# What people and machines send to end a process; other signals are a process's own fault.
+KILLS = (signals.SIGKILL, signals.SIGTERM, signals.SIGINT, signals.SIGHUP)
 # A shell tells with 128 + n that signal n ended what it ran.
 _BY_SHELL = {128 + n: signals.Signals(n).name for n in (4, 6, 7, 8, 9, 11, 15)}
 
@@ -57,6 +59,12 @@ class Verdict:
     signal: int | None = None
     drill: str | None = None
     stacks: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def from_outside(self) -> bool:
+        """Somebody ended it, and that tells nothing about the program: a kill without a sign of too little memory, or a drill."""
+        sent = self.signal if self.signal is not None else (self.exit_code or 0) - 128
+        return self.drill is not None or (self.kind == FailureClass.INFRASTRUCTURE and sent in KILLS)
 
 
 def failed(rank: RankReport) -> bool:

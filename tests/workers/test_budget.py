@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -130,6 +131,27 @@ def test_back_off_needs_a_repeat_that_gained_nothing(attached: bool, ago: float,
     """A script that reports no steps is taken to have gained some when it ran for a while."""
     step = 40 if attached else None
     after, _ = charge(training(past(INFRASTRUCTURE, 1, "now", step, ago), attached=attached), NOW, verdict(INFRASTRUCTURE))
+    assert after.not_before == NOW + waits
+
+
+@pytest.mark.parametrize(
+    ("kind", "facts", "attached", "waits"),
+    [
+        pytest.param(INFRASTRUCTURE, {"signal": 9}, False, 0.0, id="killed"),
+        pytest.param(INFRASTRUCTURE, {"signal": 15}, False, 0.0, id="terminated"),
+        pytest.param(INFRASTRUCTURE, {"exit_code": 137}, False, 0.0, id="killed, says its shell"),
+        pytest.param(INFRASTRUCTURE, {"exit_code": 35, "drill": "exit"}, False, 0.0, id="a drill"),
+        pytest.param(MEMORY, {"signal": 9}, False, 2.0, id="killed for memory"),
+        pytest.param(INFRASTRUCTURE, {"signal": 11}, False, 2.0, id="a crash of its own"),
+        pytest.param(USER, {"exit_code": 1}, False, 2.0, id="an error of its own"),
+        pytest.param(INFRASTRUCTURE, {"signal": 9}, True, 2.0, id="it reports steps, and gained none"),
+    ],
+)
+def test_a_script_without_steps_is_not_held_back_for_what_others_did(
+    kind: FailureClass, facts: dict[str, Any], attached: bool, waits: float
+) -> None:
+    before = past(kind, 2, "now", 40 if attached else None, ago=5)
+    after, _ = charge(training(before, attached=attached, **LARGE), NOW, replace(verdict(kind), **facts))
     assert after.not_before == NOW + waits
 
 
