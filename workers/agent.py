@@ -25,6 +25,7 @@ from workers.checkpoint.slots import discard_newer, holdings, pinned_steps, unpi
 from workers.checkpoint.trial import RestoreTrial
 from workers.exchange import Exchange
 from workers.group import Kept
+from workers.interfaces import interface_of
 from workers.kept import read_kept, write_kept
 from workers.messages import AgentStatus, Copy, Fetch, GroupSpec, Holding, LaunchOrder, Offer, Problem, RankStacks, Source, Unfit
 from workers.neighbours import Neighbour
@@ -75,7 +76,7 @@ class Agent:
         self._make_folders()
         self.kept = self._written = read_kept(self.shm)
         logs = local_path(spec.storage_url) or self.shm
-        self.ranks = Ranks(spec, index, self.shm, self.tmp, logs, self._changed, loopback=address.startswith("127."))
+        self.ranks = Ranks(spec, index, self.shm, self.tmp, logs, self._changed, interface_of(address))
         self.shares = ShareWriter(spec, index, self.shm, self.ranks.numbers)
         self.exchange = Exchange(
             self.shm,

@@ -37,6 +37,7 @@ from workers.group import (
     TerminateRanks,
     Unstage,
     new_group,
+    ranks_of,
 )
 from workers.listing import Listing
 from workers.messages import AgentStatus, GroupPhase, GroupReport, GroupSpec, LaunchOrder, Source, check_schema
@@ -313,12 +314,7 @@ class Coordinator:
     async def report(self) -> GroupReport:
         group = self.group
         phase, reason, message = group.shown
-        ranks = tuple(
-            sorted(
-                (r for a in self.seen.values() if a.status for r in a.status.ranks if r.generation == group.generation),
-                key=lambda r: r.rank,
-            )
-        )
+        ranks = ranks_of(group, self._observation())
         steps = [r.step for r in ranks]
         return GroupReport(
             job_id=self.spec.job_id,

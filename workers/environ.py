@@ -13,8 +13,8 @@ from workers.processes import CLUSTER_MARK, MARK
 _NOT_PASSED = ("RAY_", "PYTHONBREAKPOINT", "OMP_NUM_THREADS", "KEEPSTEP_")
 
 
-def launcher_environment(base: Mapping[str, str], spec: GroupSpec, index: int, loopback: bool, tmp: str) -> dict[str, str]:
-    """What the launcher is started with, and so what every process of the node carries from birth."""
+def launcher_environment(base: Mapping[str, str], spec: GroupSpec, index: int, interface: str | None, tmp: str) -> dict[str, str]:
+    """What the launcher is started with, and so what every process of the node carries from birth. ``interface``: of the node's address."""
     env = {k: v for k, v in base.items() if not k.startswith(_NOT_PASSED)}
     if CLUSTER_MARK in base:
         env[CLUSTER_MARK] = base[CLUSTER_MARK]
@@ -22,8 +22,9 @@ def launcher_environment(base: Mapping[str, str], spec: GroupSpec, index: int, l
     env["PYTHONUNBUFFERED"] = "1"
     env["TF_CPP_MIN_LOG_LEVEL"] = "2"
     env["TMPDIR"] = tmp  # killed processes leave there what they would have removed
-    if loopback:
-        env["GLOO_SOCKET_IFNAME"] = "lo"
+    if interface is not None:  # else gloo takes the address of the host's name, which other hosts may not reach
+        env.setdefault("GLOO_SOCKET_IFNAME", interface)
+        env.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # exactly, not all whose names begin so
     env.update(spec.env)
     env[MARK] = f"{spec.key}.{index}"
     env["KEEPSTEP_JOB_ID"] = spec.job_id

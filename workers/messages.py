@@ -86,7 +86,6 @@ class GroupSpec:
     """All that a coordinator must know to run an attempt; sent once, at its creation."""
 
     job_id: str
-    job_name: str
     attempt: int
     framework: str  # pytorch | tensorflow | jax | plain
     strategy: str | None
@@ -98,7 +97,6 @@ class GroupSpec:
     gpus_per_node: int
     memory_gb: float
     devices_per_node: int | None
-    bundle: str | None  # sha256 of the zip
     bundle_url: str | None  # fsspec URL or path of the zip
     storage_url: str  # fsspec URL or path of the job's own folder
     every_steps: int | None
@@ -110,7 +108,6 @@ class GroupSpec:
     window_s: float
     start_s: float
     hang_s: float | None  # None: auto
-    grace_s: float
     success_steps: int | None = None  # ranks that end with 0 before this step have not finished
     success_files: tuple[str, ...] = ()  # files that must be there at the end, relative to the working directory
     stop_on_nan: bool = False  # metrics that stay non-finite end the generation

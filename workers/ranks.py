@@ -51,7 +51,9 @@ class _Rank:
 class Ranks:
     """``changed`` is called after every change that the coordinator must hear of at once."""
 
-    def __init__(self, spec: GroupSpec, index: int, shm: Path, tmp: Path, logs: Path, changed: Callable[[], None], loopback: bool) -> None:
+    def __init__(
+        self, spec: GroupSpec, index: int, shm: Path, tmp: Path, logs: Path, changed: Callable[[], None], interface: str | None
+    ) -> None:
         self.spec, self.index, self.shm, self.tmp, self.logs = spec, index, shm, tmp, logs
         self.numbers = tuple(range(index * spec.processes_per_node, (index + 1) * spec.processes_per_node))
         self.generation = spec.first_generation - 1
@@ -60,7 +62,7 @@ class Ranks:
         self.notes: list[tuple[int, str, str]] = []  # (rank, reason, sentence)
         self._told: frozenset[int] = frozenset()  # notes on too little memory that were passed on
         self._changed = changed
-        self._loopback = loopback
+        self._interface = interface
         self._ranks: dict[int, _Rank] = {}
         self._pump = LogPump(lambda rank, text: self.notes.append((rank, "LogProblem", text)))
         self._link: socket.socket | None = None
@@ -90,7 +92,7 @@ class Ranks:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "workers.launcher", str(theirs.fileno()), str(config)],
             pass_fds=[theirs.fileno()],
-            env=launcher_environment(os.environ, self.spec, self.index, self._loopback, str(self.tmp)),
+            env=launcher_environment(os.environ, self.spec, self.index, self._interface, str(self.tmp)),
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             stderr=(self.shm / "launcher.err").open("ab"),

@@ -17,7 +17,7 @@ from typing import Any
 
 from workers.checkpoint.background import in_thread
 from workers.checkpoint.catalog import catalog, discard, remove, verify
-from workers.checkpoint.damage import flip_a_byte
+from workers.checkpoint.damage import change_a_byte
 from workers.checkpoint.format import FileEntry, Share, Tree
 from workers.checkpoint.interval import auto_interval
 from workers.checkpoint.lease import Lease, claim
@@ -256,12 +256,15 @@ class Saver:
         return problem is None
 
     async def corrupt_newest(self) -> str:
-        """The drill: really damage the newest committed checkpoint, then read it back. Raises ValueError where there is none."""
+        """The drill: really damage the newest checkpoint that is not known to be damaged, then read it back. Raises ValueError where there
+        is none."""
+        if self._checking is not None:
+            await asyncio.wait({self._checking})  # what the drill before has damaged is known then
         found = await in_thread(catalog, self.spec.storage_url, limit_s=STALL_S)
-        newest = next((c for c in found if c.problem is None), None)
+        newest = next((c for c in found if c.problem is None and c.url not in self.group().damaged), None)
         if newest is None:
-            raise ValueError("there is no checkpoint to damage yet")
-        done = await in_thread(flip_a_byte, newest.url, limit_s=STALL_S)
+            raise ValueError("there is no whole checkpoint to damage")
+        done = await in_thread(change_a_byte, newest.url, limit_s=STALL_S)
         self._checking = asyncio.create_task(self._check_drill(newest.url))
         return f"step {newest.step}: {done}; the event CheckpointInvalid tells when it is found, a restart takes the checkpoint before"
 

@@ -37,7 +37,7 @@ class DrillRequest(BaseModel):
     fault: Fault = Field(
         description="kill: SIGKILL to the rank; stop: SIGSTOP to it; hang: its main thread pauses for ever; oom: it takes memory in a "
         "small cgroup until the kernel kills it, or raises MemoryError where no cgroup can be made; exit: the rank exits by itself; "
-        "agent: its node's agent dies; corrupt_checkpoint: a byte of the newest checkpoint is flipped in storage, whatever the rank."
+        "agent: its node's agent dies; corrupt_checkpoint: a byte of the newest whole checkpoint is changed in storage, whatever the rank."
     )
     rank: int = Field(0, ge=0, lt=4096, description="Rank to hit, 0 to world size - 1.")
 

@@ -35,7 +35,6 @@ def group_spec(job: Job, attempt: Attempt, roots: Roots) -> GroupSpec:
     by_steps, by_time = checkpoint.every_steps, checkpoint.every_seconds
     return GroupSpec(
         job_id=job.id,
-        job_name=job.name,
         attempt=attempt.number,
         framework=spec.framework,
         strategy=spec.strategy,
@@ -47,7 +46,6 @@ def group_spec(job: Job, attempt: Attempt, roots: Roots) -> GroupSpec:
         gpus_per_node=resources.gpus_per_node,
         memory_gb=resources.memory_gb,
         devices_per_node=resources.devices_per_node,
-        bundle=spec.bundle,
         bundle_url=None if spec.bundle is None else bundle_url(spec.bundle, roots),
         storage_url=storage_url(job.id, spec, roots),
         every_steps=None if by_steps == "auto" else by_steps,
@@ -60,7 +58,6 @@ def group_spec(job: Job, attempt: Attempt, roots: Roots) -> GroupSpec:
         window_s=spec.restart.window_hours * HOUR,
         start_s=spec.timeouts.start_s,
         hang_s=None if hang == "auto" else hang,
-        grace_s=spec.timeouts.grace_s,
         success_steps=spec.success.steps,
         success_files=spec.success.files,
         stop_on_nan=spec.restart.stop_on_nan,

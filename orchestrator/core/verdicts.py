@@ -16,8 +16,6 @@ from orchestrator.core.states import AttemptState, Desired, JobState, Reason
 from workers.budget import TABLE
 from workers.messages import Failure, FailureClass, Incident, Outcome
 
-# Kinds that restart.max_infrastructure pays for, here as in the coordinator.
-CHARGED = frozenset({FailureClass.INFRASTRUCTURE, FailureClass.UNKNOWN, FailureClass.PREEMPTION})
 STALLED_LOSSES = 2  # attempts lost in a row without a new best step
 FEWEST_RELAUNCHES = 3  # before a lack of progress may end a job
 
@@ -40,7 +38,7 @@ def lose(d: Decision, reason: Reason | str, message: str, at: float, *, told: bo
 def give_up(job: Job, attempt: Attempt, now: float) -> tuple[Reason, str] | None:
     """(reason, message) when a lost attempt shall not be followed by another."""
     restart = job.spec.restart
-    spent = [f for f in job.failures if f.kind in CHARGED and f.at > now - restart.window_hours * HOUR]
+    spent = [f for f in job.failures if TABLE[f.kind].paid_by is FailureClass.INFRASTRUCTURE and f.at > now - restart.window_hours * HOUR]
     if len(spent) > restart.max_infrastructure:
         allowed = f"restart.max_infrastructure is {restart.max_infrastructure}"
         text = f"{len(spent)} infrastructure failures within {restart.window_hours:g} h; {allowed}"

@@ -20,7 +20,7 @@ from api.cli import app
 from orchestrator.core.actions import JobStep
 from tests.api.conftest import Running
 from workers.checkpoint.catalog import remove
-from workers.checkpoint.damage import flip_a_byte
+from workers.checkpoint.damage import change_a_byte
 from workers.checkpoint.snapshot import Place, SnapshotWriter
 from workers.checkpoint.writer import commit, write_share
 from workers.messages import CheckpointRecord
@@ -63,7 +63,7 @@ def listed(ask: Ask) -> list[tuple[int, bool, str | None, bool]]:
 def test_verify_tells_and_keeps_what_it_found(ask: Ask, job: tuple[str, list[CheckpointRecord]]) -> None:
     assert listed(ask) == [(20, False, None, False), (10, False, None, False)]
     assert ask("POST", "/20/verify").json()["problem"] is None
-    flip_a_byte(job[1][0].url)
+    change_a_byte(job[1][0].url)
     damaged = ask("POST", "/10/verify")
     assert damaged.status_code == 200
     assert damaged.json()["problem"] == "shared-0.safetensors does not match its checksum, its bytes were changed"
@@ -95,7 +95,7 @@ def test_download_is_a_tar_of_all_of_it(ask: Ask, job: tuple[str, list[Checkpoin
 
 
 def test_a_download_of_damaged_bytes_breaks_off(ask: Ask, job: tuple[str, list[CheckpointRecord]]) -> None:
-    flip_a_byte(job[1][1].url)
+    change_a_byte(job[1][1].url)
     with pytest.raises(httpx.RemoteProtocolError):
         ask("GET", "/20/download")
     (Path(job[1][1].url) / "manifest.json").write_text("{")
@@ -117,7 +117,7 @@ def test_the_command(job: tuple[str, list[CheckpointRecord]], tmp_path: Path) ->
     name, records = job
     assert "not read back yet" in run(name).stdout
     assert run("verify", name, "20").stdout.startswith("step 20: verified ")
-    flip_a_byte(records[0].url)
+    change_a_byte(records[0].url)
     damaged = run("verify", name, "10")
     assert (damaged.exit_code, damaged.stdout[:21]) == (1, "step 10: damaged: sha"[:21])
     assert run("pin", name, "20").stdout.endswith(", pinned\n")

@@ -23,7 +23,7 @@ def test_a_damaged_checkpoint_is_found_and_the_one_before_taken(server: Server) 
     wait_for("nothing is being saved", lambda: job.get()["checkpoint_progress"] is None)
     answer = server.post(f"/jobs/{job.id}/drills", {"fault": "corrupt_checkpoint"})
     assert answer.status_code == 200, answer.text
-    assert "was flipped" in answer.json()["message"]
+    assert "was changed" in answer.json()["message"]
     damaged = int(answer.json()["message"].split()[1].rstrip(":"))
     for slot in SHM.glob(f"**/{job.id}.*/snap-*"):
         os.truncate(slot, 5000)

@@ -11,7 +11,7 @@ import pytest
 from tests.workers.make import spec
 from workers.checkpoint.archive import archive
 from workers.checkpoint.catalog import catalog, pin, remove, stage, unpin, verify
-from workers.checkpoint.damage import flip_a_byte
+from workers.checkpoint.damage import change_a_byte
 from workers.checkpoint.lease import Fenced, Lease, claim
 from workers.checkpoint.reader import read_staged
 from workers.checkpoint.snapshot import Place, SnapshotWriter
@@ -61,7 +61,7 @@ def test_a_checkpoint_round_trips(shm: Path, url: str) -> None:
     assert pin(first)
     assert not remove(first)
     unpin(first)
-    flip_a_byte(second)
+    change_a_byte(second)
     assert "does not match its checksum" in str(verify(second))
     assert "does not match its checksum" in str(stage(second, shm, "staged", [0], 1))
     assert stage(first, shm, "staged", [0], 1) is None

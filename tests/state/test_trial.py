@@ -14,7 +14,7 @@ import torch
 
 from workers.checkpoint import trial as trials
 from workers.checkpoint.catalog import remove
-from workers.checkpoint.damage import flip_a_byte
+from workers.checkpoint.damage import change_a_byte
 from workers.checkpoint.snapshot import Place, SnapshotWriter
 from workers.checkpoint.trial import first_difference, try_restore
 from workers.checkpoint.writer import commit, write_share
@@ -56,7 +56,7 @@ def test_what_can_be_restored_is_compared_with_its_snapshot(shm: Path, tmp_path:
 
 def test_damage_is_found(shm: Path, tmp_path: Path) -> None:
     url = save(shm, str(tmp_path), 10)
-    flip_a_byte(url)
+    change_a_byte(url)
     assert "does not match its checksum" in (try_restore(shm, url, 10, [0, 1], 2).problem or "")
     remove(url)
     assert try_restore(shm, url, 10, [0, 1], 2).problem

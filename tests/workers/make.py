@@ -54,7 +54,6 @@ PEER_GONE = "RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:4711"
 def spec(nodes: int = 2, **changes: Any) -> GroupSpec:
     fields: dict[str, Any] = {
         "job_id": "job-x",
-        "job_name": "x",
         "attempt": 1,
         "framework": "pytorch",
         "strategy": "ddp",
@@ -66,7 +65,6 @@ def spec(nodes: int = 2, **changes: Any) -> GroupSpec:
         "gpus_per_node": 0,
         "memory_gb": 2,
         "devices_per_node": None,
-        "bundle": None,
         "bundle_url": None,
         "storage_url": "/storage/job-x",
         "every_steps": None,
@@ -78,7 +76,6 @@ def spec(nodes: int = 2, **changes: Any) -> GroupSpec:
         "window_s": 86_400.0,
         "start_s": 600.0,
         "hang_s": None,
-        "grace_s": 30.0,
     }
     return GroupSpec(**fields | changes)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.workers.make import spec
+from workers.interfaces import LOOPBACK
 from workers.messages import LaunchOrder, RankReport, RestoreOrder, Source
 from workers.processes import TMP, sweep
 from workers.ranks import Ranks
@@ -29,7 +30,7 @@ class Ranked:
         made = spec(nodes=1, processes_per_node=ranks, storage_url=str(home / "storage"), **fields | changes)
         tmp = TMP / f"{made.key}.0"
         tmp.mkdir(parents=True)
-        self.ranks = Ranks(made, 0, self.shm, tmp, home / "logs", lambda: None, loopback=True)
+        self.ranks = Ranks(made, 0, self.shm, tmp, home / "logs", lambda: None, LOOPBACK)
         self.logs = home / "logs"
 
     async def until(self, look: Callable[[], Seen]) -> Seen:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import socket
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.workers.make import GENERATION, NOTHING, order, spec
 from workers.environ import launcher_environment, rank_environment
 from workers.environment import read_environment
+from workers.interfaces import interface_of
 from workers.messages import RestoreOrder, Source
 
 TORCHRUN = {
@@ -36,8 +39,8 @@ def of_rank(
     return rank_environment(given, index, local_rank, order(restore, agent_store=agent_store), "/shm/x", "/saved", None)
 
 
-def of_launcher(base: dict[str, str] | None = None, loopback: bool = False, **changes: Any) -> dict[str, str]:
-    return launcher_environment(base or {}, spec(**changes), 1, loopback, "/tmp/x")
+def of_launcher(base: dict[str, str] | None = None, interface: str | None = None, **changes: Any) -> dict[str, str]:
+    return launcher_environment(base or {}, spec(**changes), 1, interface, "/tmp/x")
 
 
 def test_pytorch_gets_what_torchrun_gives() -> None:
@@ -164,7 +167,7 @@ def test_the_users_environment_wins_where_it_may() -> None:
         "TMPDIR": "/large",
         "A": "b",
     }
-    env = of_launcher({"PATH": "/bin"}, loopback=True, env=wish)
+    env = of_launcher({"PATH": "/bin"}, interface="lo", env=wish)
     assert {name: env[name] for name in wish} == wish
 
 
@@ -173,9 +176,21 @@ def test_the_users_environment_cannot_take_a_process_out_of_its_group() -> None:
     assert (env["KEEPSTEP_GROUP"], env["KEEPSTEP_JOB_ID"], env["KEEPSTEP_ATTEMPT"]) == ("job-x.1.1", "job-x", "1")
 
 
-def test_loopback_groups_speak_over_lo_only() -> None:
-    assert of_launcher(loopback=True)["GLOO_SOCKET_IFNAME"] == "lo"
-    assert "GLOO_SOCKET_IFNAME" not in of_launcher()
+def test_ranks_speak_over_the_interface_of_their_node() -> None:
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    assert [of_launcher(interface="eth1")[name] for name in names] == ["eth1", "=eth1"]
+    assert [of_launcher(interface=None).get(name) for name in names] == [None, None]
+    assert [of_launcher({"NCCL_SOCKET_IFNAME": "ib"}, "lo", env={names[0]: "eth9"})[name] for name in names] == ["eth9", "ib"]
+
+
+def test_an_interface_is_found_by_the_address_that_it_carries() -> None:
+    carried = psutil.net_if_addrs()
+    for name, addresses in carried.items():
+        for found in addresses:
+            if found.family == socket.AF_INET:
+                assert interface_of(found.address) == name
+    assert interface_of("127.0.0.9") == "lo"
+    assert interface_of("203.0.113.7") is None
 
 
 def test_role_rank_is_the_rank_as_torchrun_gives_it() -> None:

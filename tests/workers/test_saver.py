@@ -15,6 +15,7 @@ import pytest
 from tests.workers.led import SCRIPT, Led, led, led_spec
 from workers import saving
 from workers.checkpoint.catalog import catalog, pin, verify
+from workers.checkpoint.damage import change_a_byte
 from workers.checkpoint.format import FOLDER, folder_name
 from workers.checkpoint.lease import Lease, claim, read_lease
 from workers.listing import read_catalog
@@ -205,17 +206,35 @@ def test_the_drill_damages_for_real_and_is_found(tmp_path: Path) -> None:
     async def run() -> None:
         async with led(led_spec(tmp_path, every_steps=20)) as group:
             await group.launch()
-            with pytest.raises(ValueError, match="no checkpoint to damage"):
+            with pytest.raises(ValueError, match="no whole checkpoint to damage"):
                 await group.saver.corrupt_newest()
-            await group.until(lambda: len(group.group.checkpoints) >= 2 and not group.saver.busy)
+            await group.until(lambda: len(group.group.checkpoints) >= 3 and not group.saver.busy)
             said = await group.saver.corrupt_newest()
             await asyncio.wait_for(group.saver._checking or asyncio.sleep(0), 10)
-            assert "was flipped" in said
+            assert "was changed" in said
             (found,) = group.heard("CheckpointInvalid")
             assert "does not match its checksum" in found
             assert "a drill damaged it (found in 0." in found
             (bad,) = group.group.damaged
             assert verify(bad) is not None
+            await group.saver.corrupt_newest()
+            await group.saver.corrupt_newest()
+            await asyncio.wait_for(group.saver._checking or asyncio.sleep(0), 10)
+            assert len(group.group.damaged) == 3
+            assert None not in [verify(url) for url in group.group.damaged]
+
+    asyncio.run(run())
+
+
+def test_damage_done_twice_is_no_repair(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with led(led_spec(tmp_path, every_steps=20)) as group:
+            await group.launch()
+            await group.until(lambda: group.group.checkpoints)
+            url = group.group.checkpoints[0].url
+            for _ in range(3):
+                change_a_byte(url)
+                assert verify(url) is not None
 
     asyncio.run(run())
 

@@ -8,8 +8,9 @@ from workers.checkpoint.catalog import files_of
 from workers.checkpoint.storage import LocalFolder, open_folder
 
 
-def flip_a_byte(url: str) -> str:
-    """Change one byte in the middle of the largest file of a checkpoint; tells which. Raises StateError, OSError."""
+def change_a_byte(url: str) -> str:
+    """Change one byte in the middle of the largest file of a checkpoint; tells which. Doing it again does not undo it. Raises StateError,
+    OSError."""
     folder = open_folder(url)
     largest = max(files_of(url), key=lambda file: file.bytes, default=None)
     if largest is None:
@@ -20,9 +21,9 @@ def flip_a_byte(url: str) -> str:
             file.seek(at)
             (byte,) = file.read(1)
             file.seek(at)
-            file.write(bytes([byte ^ 0xFF]))
+            file.write(bytes([(byte + 1) % 256]))
     else:  # an object can only be put anew
         data = bytearray(b"".join(folder.read(largest.name)))
-        data[at] ^= 0xFF
+        data[at] = (data[at] + 1) % 256
         folder.write(largest.name, [bytes(data)])
-    return f"byte {at} of {largest.name} in {url} was flipped"
+    return f"byte {at} of {largest.name} in {url} was changed"
