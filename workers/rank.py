@@ -136,12 +136,20 @@ def _allow_stacks() -> None:
 def _execute(command: list[str], error_file: Path) -> int:
     program = sys.executable if command[0] in ("python", "python3") else command[0]  # the one with the frameworks
     try:
+        _python_signals(signal.SIG_DFL)
         os.execvp(program, command)
     except OSError as error:
+        _python_signals(signal.SIG_IGN)
         message = f"cannot execute {command[0]!r}: {error.strerror}"
         print(message, file=sys.stderr, flush=True)
         _write(error_file, ErrorReport(type(error).__name__, message, message, f"command {command[0]!r}"))
         return 126 if isinstance(error, PermissionError) else 127
+
+
+def _python_signals(action: signal.Handlers) -> None:
+    """Those that Python ignores for itself; another program expects them as a shell leaves them: ``yes | head`` ends by SIGPIPE."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, action)
 
 
 def _exit_code(stop: SystemExit) -> int:

@@ -100,6 +100,7 @@ def test_an_interrupt_is_told_apart(launcher: Launched) -> None:
         (["printf", "%s|", "a b", "", "ü", "$HOME", "\udcff"], 0, "a b||ü|$HOME|\udcff|"),
         (["sh", "-c", "echo $CASE $0; exit 5", "word"], 5, "given word\n"),
         (["sh", "-c", "kill -KILL $$"], -9, ""),
+        (["bash", "-o", "pipefail", "-c", "yes | head -n1"], 141, "y\n"),
     ],
 )
 def test_other_programs(launch: Callable[[list[str]], Launched], command: list[str], code: int, printed: str) -> None:
