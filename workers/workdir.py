@@ -21,7 +21,7 @@ class CannotPrepare(Exception):
 
 
 def local_path(url: str) -> Path | None:
-    """The path of a local or network folder; None for an object store."""
+    """The path of a local or network folder; None for an object store. As for fsspec, a percent sign in a ``file://`` URL is itself."""
     if url.startswith(("file://", "local://")):
         url = url.split("://", 1)[1]
     return None if "://" in url else Path(url)

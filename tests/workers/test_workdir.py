@@ -7,9 +7,11 @@ import stat
 import zipfile
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from workers import workdir
+from workers.checkpoint.storage import open_folder
 from workers.workdir import CannotPrepare, local_path, prepare, saved_folder
 
 
@@ -43,12 +45,19 @@ def tree(folder: Path) -> list[str]:
         ("rel/x", Path("rel/x")),
         ("file:///a/b", Path("/a/b")),
         ("local:///a/b", Path("/a/b")),
+        ("file:///a/my%20jobs", Path("/a/my%20jobs")),
         ("s3://bucket/x", None),
         ("memory://x", None),
     ],
 )
 def test_local_path(url: str, path: Path | None) -> None:
     assert local_path(url) == path
+
+
+@pytest.mark.parametrize("url", ["/a/b", "file:///a/my%20jobs", "local:///a/b#c?d"])
+def test_work_checkpoints_and_logs_lie_in_one_folder(url: str) -> None:
+    _, as_logs_are_read = fsspec.url_to_fs(url)
+    assert open_folder(url).url == str(local_path(url)) == as_logs_are_read
 
 
 def test_unpacked_below_the_jobs_folder(storage: Path, code: str) -> None:

@@ -13,12 +13,12 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import unquote, urlsplit
 
 import xxhash
 
 from workers.checkpoint.tree import StateError
 from workers.disks import full
+from workers.workdir import local_path
 
 CHUNK = 8 << 20  # bytes per read
 _FULL = {
@@ -34,14 +34,13 @@ class StorageFull(StateError):
 
 def open_folder(url: str) -> LocalFolder | RemoteFolder:
     """The folder at ``url``, a path or an fsspec URL."""
-    if "://" not in url:
-        return LocalFolder(Path(url))
-    if url.startswith(("file://", "local://")):
-        return LocalFolder(Path(unquote(urlsplit(url).path)))
+    path = local_path(url)
+    if path is not None:
+        return LocalFolder(path)
     import fsspec
 
-    filesystem, path = fsspec.url_to_fs(url)
-    return RemoteFolder(filesystem, path, url.rstrip("/"))
+    filesystem, prefix = fsspec.url_to_fs(url)
+    return RemoteFolder(filesystem, prefix, url.rstrip("/"))
 
 
 class LocalFolder:
