@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.workers.ranked import Ranked, ranked
@@ -14,11 +15,11 @@ from workers.messages import LaunchOrder, RestoreOrder, Source
 from workers.processes import below
 
 
-def the_store(one: Ranked) -> int:
-    """Its process, while no rank runs."""
+def listener(one: Ranked, port: int) -> int:
+    """The process below the launcher that listens there."""
     assert one.ranks._process is not None
-    (pid,) = below(one.ranks._process.pid)
-    return pid
+    found = [pid for pid in below(one.ranks._process.pid) for each in psutil.Process(pid).net_connections() if each.laddr.port == port]
+    return found[0]
 
 
 async def kill_store(one: Ranked, pid: int) -> None:
@@ -32,7 +33,7 @@ def test_a_store_that_ends_before_the_ranks_met_ends_them(tmp_path: Path, when: 
         async with ranked(tmp_path, "import time; time.sleep(600)") as one:
             await one.ranks.stop(0)
             port = await one.ranks.open_store(1, "127.0.0.1")
-            pid = the_store(one)
+            pid = listener(one, port)
             if when == "before the launch":
                 await kill_store(one, pid)
             one.ranks.launch(LaunchOrder(1, RestoreOrder(Source.NONE, 0), 1, "127.0.0.1", port, True), None)
@@ -65,7 +66,7 @@ def test_ranks_that_have_met_go_on_without_it(tmp_path: Path) -> None:
         async with ranked(tmp_path, STEPS) as one:
             await one.ranks.stop(0)
             port = await one.ranks.open_store(1, "127.0.0.1")
-            pid = the_store(one)
+            pid = listener(one, port)
             one.ranks.launch(LaunchOrder(1, RestoreOrder(Source.NONE, 0), 1, "127.0.0.1", port, True), None)
             await one.until(lambda: steps(one) >= 2)
             await kill_store(one, pid)
