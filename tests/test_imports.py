@@ -26,5 +26,10 @@ def test_no_part_of_a_rank_brings_more_than_its_framework(module: str) -> None:
     assert _imported(module) & (HEAVY - {"pydantic"}) == set()
 
 
+def test_an_agent_without_a_cluster_brings_no_ray() -> None:
+    """Ray reads its settings when it is imported, which is too early before those of the cluster are known."""
+    assert "ray" not in _imported("workers.agent")
+
+
 def test_a_program_that_imports_a_heavy_one_is_caught() -> None:
     assert "sqlalchemy" in _imported("orchestrator.adapters.db.tables")

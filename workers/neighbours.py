@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import ray
-from ray.exceptions import RayActorError, RayTaskError
-
 from workers.checkpoint.tree import StateError
 from workers.messages import Offer
 
@@ -33,6 +30,9 @@ class Neighbour:
         return await self._ask("give", name, at, size)
 
     async def _ask(self, what: str, *args: Any) -> Any:
+        import ray  # here, for it reads its settings once: a process may still have to make them
+        from ray.exceptions import RayActorError, RayTaskError
+
         try:
             if self._handle is not None:
                 try:

@@ -55,11 +55,9 @@ def connect(address: str, token: str | None = None) -> None:
         # Without this Ray ends a driver, by abort(), that has not seen its cluster for a minute.
         os.environ.update({"RAY_gcs_rpc_server_reconnect_timeout_s": str(10 * 365 * 24 * 3600)})
         import ray
-        from ray._private import ray_constants, worker
+        from ray._private import worker
         from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
-        if token is not None:
-            ray_constants.ENABLE_RAY_CLUSTER = False  # as the environment says, which Ray read when it was imported, perhaps before this
         worker._worker_logs_enabled = False  # what nodes and workers say is in their logs, not on the server's terminal
         if ray.is_initialized():
             answer(ray.shutdown, CONNECT_S)
