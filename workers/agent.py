@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import os
 import signal
 import time
@@ -20,7 +21,7 @@ from typing import Any
 
 from workers.checkpoint import peers
 from workers.checkpoint.background import in_thread
-from workers.checkpoint.catalog import problem_of, stage, staged_name, unstage
+from workers.checkpoint.catalog import clear_staged, problem_of, stage, staged_name, unstage
 from workers.checkpoint.slots import discard_newer, holdings, pinned_steps, unpin
 from workers.checkpoint.trial import RestoreTrial
 from workers.exchange import Exchange
@@ -34,6 +35,8 @@ from workers.ranks import Ranks
 from workers.share_writer import ShareWriter
 from workers.stacks import TAKE_S, take
 from workers.workdir import CannotPrepare, local_path, missing, prepare
+
+_log = logging.getLogger(__name__)
 
 BEAT_S = 0.5  # longest silence of a poll
 LOOK_S = 0.02  # between two readings of the boards, while ranks start
@@ -74,6 +77,7 @@ class Agent:
         self._closed = False
         end_group(f"{spec.key}.{index}")  # what an earlier agent of this node left behind
         self._make_folders()
+        clear_staged(self.shm)
         self.kept = self._written = read_kept(self.shm)
         logs = local_path(spec.storage_url) or self.shm
         self.ranks = Ranks(spec, index, self.shm, self.tmp, logs, self._changed, interface_of(address))
@@ -109,23 +113,30 @@ class Agent:
         looked_at = 0.0
         while not self._closed:
             await asyncio.sleep(LOOK_S)
-            if self.ranks.living and (not self.ranks.steady or time.monotonic() - looked_at >= STEADY_LOOK_S):
-                looked_at = time.monotonic()
-                self._look()
-            if self.spec.success_files and self._missing is None and self.ranks.all_left and self._work is not None:
-                self._missing = await asyncio.to_thread(missing, self._work, self.spec.success_files)
+            try:
+                if self.ranks.living and (not self.ranks.steady or time.monotonic() - looked_at >= STEADY_LOOK_S):
+                    looked_at = time.monotonic()
+                    self._look()
+                await self._tend()
+            except Exception:  # nobody would do the rest of this task if it ended here
+                _log.exception("a turn of the watch failed; the next one tries again")
+
+    async def _tend(self) -> None:
+        """What must be done as soon as there is cause for it."""
+        if self.spec.success_files and self._missing is None and self.ranks.all_left and self._work is not None:
+            self._missing = await asyncio.to_thread(missing, self._work, self.spec.success_files)
+            self._changed()
+        if self.kept is not self._written:
+            self._written = self.kept
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(write_kept, self.shm, self.kept)
+        if self._work is not None and not (self.ranks.launcher_lives or self.ranks.problem or self._closed):
+            try:
+                self._make_folders()
+                self.ranks.start_launcher(self._work)
+            except OSError as error:
+                self.ranks.problem = f"its launcher cannot be started: {error}"
                 self._changed()
-            if self.kept is not self._written:
-                self._written = self.kept
-                with contextlib.suppress(OSError):
-                    await asyncio.to_thread(write_kept, self.shm, self.kept)
-            if self._work is not None and not (self.ranks.launcher_lives or self.ranks.problem or self._closed):
-                try:
-                    self._make_folders()
-                    self.ranks.start_launcher(self._work)
-                except OSError as error:
-                    self.ranks.problem = f"its launcher cannot be started: {error}"
-                    self._changed()
 
     def _look(self) -> None:
         """Boards first, then pins: whoever sees a rank beyond a step must see that it pinned it."""
@@ -142,8 +153,10 @@ class Agent:
         while not self._closed:
             await asyncio.sleep(STRAY_LOOK_S)
             if time.monotonic() - self.led_at > LEASE_S or os.getppid() != raylet:
-                await self._close()
-                os._exit(0)
+                try:
+                    await self._close()
+                finally:
+                    os._exit(0)
 
     def _obey(self, term: int) -> None:
         if term < self.term:

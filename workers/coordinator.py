@@ -200,14 +200,12 @@ class Coordinator:
             except (ActorDiedError, LookupError):
                 self._missed(index, died=True)
                 await self._replace_agent(index)
-            except RayActorError:
-                self._missed(index, died=False)
-                await asyncio.sleep(0.1)
-            except RayTaskError as error:
-                if isinstance(error.cause, StaleLeader):
+            except Exception as error:  # whatever Ray raises: an agent that nobody asks is an agent that is never missed
+                if isinstance(error, RayTaskError) and isinstance(error.cause, StaleLeader):
                     self.closed = True
                     return
-                _log.warning("agent %s cannot answer: %s", index, error.cause)
+                if not isinstance(error, RayActorError):
+                    _log.warning("agent %s cannot answer: %s", index, error)
                 self._missed(index, died=False)
                 await asyncio.sleep(0.1)
 
@@ -241,8 +239,10 @@ class Coordinator:
         if known is not None and known.incarnation == status.incarnation and known.version > status.version:
             return
         told = len(known.notes) if known is not None and known.incarnation == status.incarnation else 0
+        before = {(e.rank, e.reason, e.message) for e in self.group.events} if not told else set()  # by a coordinator before this one
         for rank, reason, text in status.notes[told:]:
-            self._update(self.group.say(self.clock.now(), reason, text, rank))
+            if (rank, reason, text) not in before:
+                self._update(self.group.say(self.clock.now(), reason, text, rank))
         now = self.clock.now()
         offsets = self._offsets.setdefault(index, Offset())
         offsets.heard(status, now)

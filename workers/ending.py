@@ -24,6 +24,7 @@ from workers.incidents import RELAUNCH, put, turned
 from workers.messages import Outcome, RankPhase, RankReport
 
 FINAL_SAVE_S = 900.0
+STOP_LIMIT_S = 120.0  # an agent that answers and has not ended its ranks by then never will; who removes the group ends them
 
 
 def finish(group: Group, seen: Seen, now: float) -> Decision:
@@ -82,7 +83,8 @@ def close_group(group: Group, now: float, outcome: Outcome, reason: str, message
 def closing(group: Group, seen: Seen, now: float) -> Decision:
     present = [a for a in seen.agents if a.status is not None and a not in gone_agents(seen, now)]
     patient = now - group.since <= AGENT_RETURN_S
-    if all(a.status and (a.status.stopped or (a.status.stuck and not patient)) for a in present):
+    late = now - group.since > STOP_LIMIT_S
+    if late or all(a.status and (a.status.stopped or (a.status.stuck and not patient)) for a in present):
         outcome = group.outcome
         assert outcome is not None
         group = replace(group.go(Doing.ENDED, now), ended_at=_ended_at(group, now))

@@ -36,7 +36,8 @@ from workers.reports import from_board, urgent
 from workers.signs import Signs
 from workers.workdir import local_path, saved_folder
 
-STOP_S = 20.0
+STOP_S = 10.0  # a launcher that has not ended its ranks by then never will
+LOGS_S = 5.0  # at the end, for storage to take the last output
 EARLY_DEATHS = 3
 
 
@@ -66,6 +67,7 @@ class Ranks:
         self._ranks: dict[int, _Rank] = {}
         self._pump = LogPump(lambda rank, text: self.notes.append((rank, "LogProblem", text)))
         self._link: socket.socket | None = None
+        self._launcher_gone = asyncio.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._early_deaths = 0  # of launchers that were never ready
         self._drill_cgroup: Path | None = None  # of the newest oom drill
@@ -100,6 +102,7 @@ class Ranks:
         )
         theirs.close()
         self._link = ours
+        self._launcher_gone.clear()
         self.saved = str(saved_folder(cwd))
         checkpoints, temporary = local_path(self.spec.storage_url), self.spec.env.get("TMPDIR") or str(self.tmp)
         self._folders = [str(cwd), self.saved, *([str(checkpoints)] if checkpoints else []), temporary, str(self.shm)]
@@ -126,6 +129,7 @@ class Ranks:
         asyncio.get_running_loop().remove_reader(self._link.fileno())
         self._link.close()
         self._link = None
+        self._launcher_gone.set()
         if self._process is not None:
             self._process.kill()
             self._count_early_death(self._process.wait())
@@ -227,7 +231,8 @@ class Ranks:
 
     def _error(self, rank: int) -> ErrorReport | None:
         try:
-            return ErrorReport(**json.loads((self.shm / f"error-{rank}.json").read_text()))
+            told: dict[str, Any] = json.loads((self.shm / f"error-{rank}.json").read_text())
+            return ErrorReport(**{name: _readable(value) for name, value in told.items()})
         except (OSError, ValueError, TypeError):
             return None
 
@@ -272,13 +277,24 @@ class Ranks:
         if generation not in self._killed:
             self._killed[generation] = asyncio.get_running_loop().create_future()
             self._say(op="kill", generation=generation)
-        with contextlib.suppress(asyncio.CancelledError):
+        try:
             stuck = await asyncio.wait_for(asyncio.shield(self._killed[generation]), STOP_S)
-            for number in self.numbers:
-                self._pump.close(number)
-            self._stores.pop(generation, None)
-            return stuck
-        return []
+        except TimeoutError:
+            return await self._end_launcher()
+        except asyncio.CancelledError:  # it ended, and its ranks with it
+            return []
+        for number in self.numbers:
+            self._pump.close(number)
+        self._stores.pop(generation, None)
+        return stuck
+
+    async def _end_launcher(self) -> list[int]:
+        """One that does not answer, stopped or stuck: all below it die with it. Returns it where it would not go."""
+        assert self._process is not None
+        self._process.kill()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._launcher_gone.wait(), STOP_S)
+        return [] if self._link is None else [self._process.pid]
 
     async def try_restore(self, url: str, step: int) -> RestoreTrial | None:
         """Fork a child that reads a checkpoint back; see checkpoint.trial. One at a time."""
@@ -413,4 +429,10 @@ class Ranks:
         self.port.free()
         for number in self.numbers:
             self._pump.close(number)
+        self._pump.settle(LOGS_S)
         return left
+
+
+def _readable(value: Any) -> Any:
+    """Text that every encoder takes: bytes of a file name that are no UTF-8 come as lone surrogates."""
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from workers.budget import charge
-from workers.ending import close_group, closing, end, ended, finish, lose_group
+from workers.ending import STOP_LIMIT_S, close_group, closing, end, ended, finish, lose_group
 from workers.failing import LAUNCH_S, agent_verdict, changed_agent, fail, launch_timeout, node_of, start_problem, stop_for
 from workers.group import (
     AGENT_RETURN_S,
@@ -41,6 +41,7 @@ from workers.watching import Silence, has_served, settled, silence, tell_nonfini
 
 CULPRIT_S = 0.3  # how long to wait for the culprit while only consequences were seen
 PLACING_S = 120.0
+FILES_S = 60.0  # for storage to tell which files that success asks for are there
 STACKS_S = 2.0  # a hang is acted on after this long, with the stacks that have come by then
 
 
@@ -105,7 +106,7 @@ def _locate(group: Group, seen: Seen, now: float) -> Decision:
     if gone_agents(seen, now):
         return decide(group.go(Doing.WARMING, now), seen, now)
     if not all(a.status and a.status.stopped for a in seen.agents):
-        return Decision(group, (StopRanks(group.generation),), "StoppingRanks", now + REPEAT_S)
+        return _not_stopped(group, seen, now)
     newest = without_storage(group, seen)
     if group.roll_back is not None and (newest.step if newest is not None else group.checkpoint_step or 0) >= group.roll_back:
         return _roll_back(group, seen, now, group.roll_back)
@@ -333,9 +334,11 @@ def _train(group: Group, seen: Seen, now: float) -> Decision:
 def _all_left(group: Group, seen: Seen, ranks: tuple[RankReport, ...], now: float) -> Decision:
     """Every rank has ended with 0 by itself; whether that is success, the spec may want to know more exactly."""
     spec = group.spec
-    if spec.success_files and any(a.status is None or a.status.missing_files is None for a in seen.agents) and not gone_agents(seen, now):
+    looked = [a.status.missing_files for a in seen.agents if a.status and a.status.missing_files is not None]
+    patient = now - max(r.ended_at or now for r in ranks) <= FILES_S
+    if spec.success_files and len(looked) < len(seen.agents) and patient and not gone_agents(seen, now):
         return Decision(group, (), "LookingForFiles", now + REPEAT_S)
-    missing = [set(a.status.missing_files) for a in seen.agents if a.status and a.status.missing_files is not None]
+    missing = [set(names) for names in looked]
     unfinished = judge_success(ranks, spec.success_steps, tuple(f for f in spec.success_files if all(f in m for m in missing)), now)
     if unfinished is not None:
         return fail(group, seen, now, unfinished)
@@ -365,7 +368,7 @@ def _stop(group: Group, seen: Seen, now: float) -> Decision:
         stuck = [pid for a in seen.agents if a.status for pid in a.status.stuck]
         if stuck and now - group.since > AGENT_RETURN_S:
             return lose_group(group, now, "ProcessesStuck", f"processes {stuck} do not end on SIGKILL; their node needs a restart")
-        return Decision(group, (StopRanks(group.generation),), "StoppingRanks", now + REPEAT_S)
+        return _not_stopped(group, seen, now)
     if group.recovery is not None and group.recovery.stopped_at is None:
         group = replace(group, recovery=replace(group.recovery, stopped_at=now))
     if group.not_before is not None and now < group.not_before:
@@ -373,6 +376,14 @@ def _stop(group: Group, seen: Seen, now: float) -> Decision:
     if not all(a.status and a.status.ready for a in seen.agents):
         return decide(group.go(Doing.WARMING, now), seen, now)
     return decide(group.go(Doing.LOCATING, now), seen, now)
+
+
+def _not_stopped(group: Group, seen: Seen, now: float) -> Decision:
+    """The order is repeated; an agent that answers and has not done it for long never will."""
+    if now - group.since > STOP_LIMIT_S:
+        left = [node_of(group, a.index) for a in seen.agents if not (a.status and a.status.stopped)]
+        return lose_group(group, now, "ProcessesStuck", f"nodes {left} have not ended their ranks within {STOP_LIMIT_S:.0f} s")
+    return Decision(group, (StopRanks(group.generation),), "StoppingRanks", now + REPEAT_S)
 
 
 _WITHOUT_RANKS = frozenset({Doing.PLACING, Doing.WARMING, Doing.LOCATING, Doing.STAGING, Doing.FETCHING, Doing.STOPPING})

@@ -82,5 +82,5 @@ def _extract(bundle: zipfile.ZipFile, into: Path) -> None:
 
 
 def missing(work: Path, names: Sequence[str]) -> tuple[str, ...]:
-    """Which of these files are not there; relative names count from ``work``."""
-    return tuple(name for name in names if not (work / name).exists())
+    """Which of these files are not there, or cannot be looked for; relative names count from ``work``."""
+    return tuple(name for name in names if not os.path.exists(work / name))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from workers import logs
+from workers import log_parts, logs
 from workers.logs import TAIL_BYTES, TAIL_LINES, LogPump, log_name
 
 Problems = list[tuple[int, str]]
@@ -46,15 +49,17 @@ def test_bytes_are_stored_as_they_came_and_in_their_order(pump: LogPump, tmp_pat
     write(fd, data)
     os.close(fd)
     pump.close(0)
+    assert pump.settle(20)
     assert path.read_bytes() == data
 
 
-def test_after_drain_all_is_stored_though_the_pipe_stays_open(pump: LogPump, tmp_path: Path) -> None:
+def test_what_was_drained_is_soon_stored_though_the_pipe_stays_open(pump: LogPump, tmp_path: Path) -> None:
     path = tmp_path / "rank-0.log"
     fd = pump.open(0, path)
     for i in range(100):
         write(fd, b"line %d\n" % i)
         pump.drain(0)
+        assert pump.settle(20)
         assert path.read_bytes().endswith(b"line %d\n" % i)
     os.close(fd)
     assert path.read_text().split() == [w for i in range(100) for w in ("line", str(i))]
@@ -66,6 +71,7 @@ def test_both_streams_of_a_process_keep_their_order(pump: LogPump, tmp_path: Pat
     subprocess.run([sys.executable, "-S", "-c", script], stdout=fd, stderr=fd, check=True)
     os.close(fd)
     pump.close(0)
+    assert pump.settle(20)
     assert (tmp_path / "rank-0.log").read_text().split() == [str(i) for i in range(500)]
 
 
@@ -102,6 +108,7 @@ def test_a_new_generation_ends_the_stream_that_a_stray_process_holds(pump: LogPu
     os.close(old)
     os.close(new)
     pump.close(0)
+    assert pump.settle(20)
     assert [(tmp_path / f"g{i}.log").read_bytes() for i in (0, 1)] == [b"before", b"fresh"]
 
 
@@ -112,6 +119,7 @@ def test_an_existing_log_is_continued(pump: LogPump, tmp_path: Path) -> None:
         write(fd, part)
         os.close(fd)
         pump.close(0)
+        assert pump.settle(20)
     assert path.read_bytes() == b"one\ntwo\n"
 
 
@@ -121,13 +129,14 @@ def parts(path: Path) -> tuple[bytes, bytes | None]:
 
 
 def test_a_full_part_becomes_the_older_one(pump: LogPump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "PART_BYTES", 100)
+    monkeypatch.setattr(log_parts, "PART_BYTES", 100)
     path = tmp_path / "rank-0.log"
     fd = pump.open(0, path)
     seen = []
     for letter in (b"a", b"b", b"c", b"d"):
         write(fd, letter * 50)
         pump.drain(0)
+        assert pump.settle(20)
         seen.append(parts(path))
     os.close(fd)
     full, other = b"a" * 50 + b"b" * 50, b"c" * 50
@@ -137,24 +146,26 @@ def test_a_full_part_becomes_the_older_one(pump: LogPump, tmp_path: Path, monkey
 def test_what_goes_with_the_oldest_part_is_said_at_the_head_of_the_newest(
     pump: LogPump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problems: Problems
 ) -> None:
-    monkeypatch.setattr(logs, "PART_BYTES", 100)
+    monkeypatch.setattr(log_parts, "PART_BYTES", 100)
     path = tmp_path / "rank-0.log"
     fd = pump.open(0, path)
     for letter in (b"a", b"b", b"c"):
         write(fd, letter * 80)
         pump.drain(0)
+        assert pump.settle(20)
     os.close(fd)
     assert parts(path) == (b"[keepstep: 80 bytes dropped here]\n" + b"c" * 80, b"b" * 80)
     assert problems == []
 
 
 def test_two_parts_are_the_most(pump: LogPump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "PART_BYTES", 100)
+    monkeypatch.setattr(log_parts, "PART_BYTES", 100)
     path = tmp_path / "rank-0.log"
     fd = pump.open(0, path)
     for i in range(50):
         write(fd, b"%04d" % i * 10)
         pump.drain(0)
+        assert pump.settle(20)
     os.close(fd)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["rank-0.log", "rank-0.log.1"]
     newest, older = parts(path)
@@ -171,4 +182,76 @@ def test_a_disk_that_takes_nothing_is_told_once_and_training_goes_on(pump: LogPu
     write(fd, b"\nlast words")
     os.close(fd)
     assert pump.drain(0).endswith("last words")
+    assert pump.settle(20)
     assert problems == [(0, "log of rank 0 cannot be stored at /dev/full: No space left on device; training goes on")]
+
+
+class Stuck:
+    """Storage that takes nothing until ``go``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = threading.Event()
+        write = log_parts.LogParts.write
+        monkeypatch.setattr(log_parts.LogParts, "write", lambda parts, data: (self.go.wait(), write(parts, data))[1])
+
+
+def test_storage_that_hangs_stops_neither_rank_nor_agent_and_the_gap_is_marked(
+    pump: LogPump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "QUEUE_BYTES", 1000)
+    monkeypatch.setattr(logs, "HUNG_S", 0.1)
+    stuck = Stuck(monkeypatch)
+    path = tmp_path / "rank-0.log"
+    fd = pump.open(0, path)
+    lines = [b"%06d\n" % i for i in range(1_000_000)]
+    write(fd, b"".join(lines))  # far more than the pipe holds, so it ends only because somebody reads
+    os.close(fd)
+    assert pump.drain(0).endswith("999999")
+    assert not pump.settle(0.1)
+    stuck.go.set()
+    pump.close(0)
+    assert pump.settle(20)
+    stored = path.read_bytes()
+    kept, left_out = re.sub(GAP, b"", stored), sum(int(n) for n in re.findall(GAP, stored))
+    assert len(kept) + left_out == sum(map(len, lines))
+    assert left_out > 0
+    assert kept.startswith(lines[0])
+
+
+GAP = rb"\n\[keepstep: storage took nothing, (\d+) bytes left out here\]\n"
+
+
+def test_a_rank_waits_for_storage_that_is_only_slow(pump: LogPump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "QUEUE_BYTES", 1000)
+    stuck = Stuck(monkeypatch)
+    path = tmp_path / "rank-0.log"
+    fd = pump.open(0, path)
+    os.set_blocking(fd, False)
+    sent = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            sent += os.write(fd, b"x" * 4096)
+    os.set_blocking(fd, True)
+    stuck.go.set()
+    write(fd, b"y" * logs.PIPE_BYTES)
+    os.close(fd)
+    pump.close(0)
+    assert pump.settle(20)
+    assert path.read_bytes() == b"x" * sent + b"y" * logs.PIPE_BYTES
+
+
+def test_a_part_that_cannot_be_made_costs_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_parts, "PART_BYTES", 100)
+    parts = log_parts.LogParts(tmp_path / "rank-0.log")
+    parts.write(b"a" * 80)
+    (tmp_path / "rank-0.log.new").mkdir()
+    with pytest.raises(IsADirectoryError):
+        parts.write(b"b" * 80)
+    (tmp_path / "rank-0.log.new").rmdir()
+    parts.write(b"c" * 80)
+    assert [(tmp_path / name).read_bytes() for name in ("rank-0.log.1", "rank-0.log")] == [b"a" * 80, b"c" * 80]
+    parts.close()
+    other = os.open(tmp_path / "other", os.O_WRONLY | os.O_CREAT)
+    parts.close()
+    os.write(other, b"still open")
+    os.close(other)

@@ -158,6 +158,13 @@ def unstage(shm: Path, name: str) -> None:
     shutil.rmtree(shm / name, ignore_errors=True)
 
 
+def clear_staged(shm: Path) -> None:
+    """What an agent that was killed had staged, or was about to."""
+    for pattern in ("staged-*", ".staged-*"):
+        for folder in shm.glob(pattern):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def sweep(storage_url: str, attempt: int, generation: int) -> list[str]:
     """Remove what earlier attempts and generations left without a manifest; returns the URLs."""
     root = open_folder(storage_url).child(FOLDER)
