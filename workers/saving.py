@@ -121,7 +121,7 @@ class Saver:
     async def _give_back(self, steps: set[int]) -> None:
         await self._unpin(steps)
         group = self.group().say(
-            self.now(), "CheckpointSkipped", f"step {min(steps)}: storage is slower than the interval, or a rank passed by"
+            self.now(), "CheckpointLeftOut", f"step {min(steps)}: storage is slower than the interval, or a rank passed by"
         )
         self.update(group)
 

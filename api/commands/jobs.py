@@ -101,7 +101,7 @@ def cancel(
     as_json: AsJson = False,
     state_dir: StateDir = None,
 ) -> None:
-    """Ask for a job to be cancelled; `keepstep wait` tells when nothing of it runs. Repeating it changes nothing."""
+    """Ask for a job to be cancelled; `keepstep wait` tells when nothing of it runs. Asking again may shorten the grace."""
     found = Client.find(state_dir).post(ref_path(job, "cancel"), {} if grace is None else {"grace_s": grace})
     if as_json:
         show.as_json(found)

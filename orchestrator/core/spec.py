@@ -122,13 +122,17 @@ class Restart(Section):
     max_user_errors: int = Field(default=0, ge=0, le=1000, description="Restarts after errors of the program itself, 0 to 1000.")
     max_infrastructure: int = Field(default=20, ge=0, le=10000, description="Restarts after signals, lost nodes and the like, 0 to 10000.")
     stop_on_nan: bool = Field(
-        default=False, description="True: a metric that is NaN or infinite for 3 steps in a row is an error of the program."
+        default=False, description="True: a metric that is NaN or infinite in 3 reports in a row is an error of the program."
     )
     window_hours: float = Field(default=24, gt=0, le=8760, description="Length of the window in hours, above 0, up to 8760.")
 
 
 class Timeouts(Section):
-    start_s: float = Field(default=600, gt=0, le=86400, description="Seconds from placement to the first step, above 0, up to 86400.")
+    start_s: float = Field(
+        default=600, gt=0, le=86400,
+        description="Seconds of silence allowed before the first step and in announced phases, and for nodes to get ready; above 0, up to"
+        " 86400.",
+    )  # fmt: skip
     hang_s: Literal["auto"] | Annotated[AnyNumber, Field(gt=0, le=604800)] = Field(
         default="auto", description='Seconds without a step that count as a hang, above 0, up to 604800, or "auto".'
     )
