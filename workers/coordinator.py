@@ -23,6 +23,7 @@ from workers.group import (
     REPEAT_S,
     Action,
     AgentSeen,
+    Doing,
     EndRequest,
     FetchPeers,
     Group,
@@ -112,7 +113,7 @@ class Coordinator:
         for action in decision.actions:
             if action not in self._running:
                 self._running[action] = asyncio.create_task(self._do(action))
-        if self.group.shown[0] == GroupPhase.RUNNING:
+        if self.group.doing is Doing.TRAINING and self.group.stepping:
             self.saver.look(self._observation(), self.clock.now())
         self._tasks = [t for t in self._tasks if not t.done()]
         return decision.look_again_at

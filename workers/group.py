@@ -161,6 +161,12 @@ class Group:
         return self.started_at is None
 
     @property
+    def stepping(self) -> bool:
+        """Every rank of this generation has finished a step, new or done again."""
+        stepped = [r for r in self.ranks if r.generation == self.generation and r.step]
+        return len(stepped) == self.spec.world_size
+
+    @property
     def shown(self) -> tuple[GroupPhase, str, str]:
         """Phase, reason and message for the report."""
         first = self.first and self.recovery is None
@@ -169,7 +175,10 @@ class Group:
         if self.doing == Doing.TRAINING:
             if self.training:
                 return GroupPhase.RUNNING, "Training", f"generation {self.generation} trains"
-            return (GroupPhase.STARTING if first else GroupPhase.RECOVERING), "WaitingForFirstStep", "ranks are launched, no new step yet"
+            phase = GroupPhase.STARTING if first else GroupPhase.RECOVERING
+            if self.stepping and self.restore is not None and self.best_step is not None:
+                return phase, "RedoingSteps", f"redoing steps {self.restore.step + 1} to {self.best_step}"
+            return phase, "WaitingForFirstStep", "ranks are launched, no new step yet"
         at_first, later, reason, message = SHOWN[self.doing]
         return (at_first if first else later), reason, message
 

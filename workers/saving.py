@@ -9,27 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from workers.checkpoint.background import in_thread
+from workers.checkpoint.background import Calls
 from workers.checkpoint.catalog import catalog, discard, remove, verify
 from workers.checkpoint.damage import change_a_byte
 from workers.checkpoint.format import FileEntry, Share, Tree
-from workers.checkpoint.interval import auto_interval
 from workers.checkpoint.lease import Lease, claim
 from workers.checkpoint.retention import to_remove
 from workers.checkpoint.tree import StateError
-from workers.checkpoint.writer import commit
-from workers.group import KEPT_RECORDS, Group, Seen
+from workers.checkpoint.writer import GivenUp, commit
+from workers.group import KEPT_RECORDS, Doing, Group, Seen
 from workers.locating import newest_in_memory
 from workers.messages import AgentStatus, CheckpointRecord, GroupSpec, SaveProgress, Unfit
 from workers.mirroring import Mirror
+from workers.pacing import common_pin, pause, step_to_ask
 
-LEAD_S = 1.0  # a requested step lies this far ahead, so that every rank hears of it in time
+COMMITS_IN = frozenset({Doing.TRAINING, Doing.FINISHING, Doing.ENDING})  # a generation that failed commits nothing any more
 LOOK_S = 0.5  # between two looks at a write
 STALL_S = 60.0  # storage that takes no byte for this long hangs
 SLOWEST = 10e6  # bytes per second at which reading back is still waited for
@@ -37,16 +36,17 @@ TRIAL_S = 330.0  # the kernel ends the child before
 ABANDON_S, DISCARD_S = 5.0, 10.0
 
 
-def common_pin(statuses: Sequence[AgentStatus], world_size: int) -> tuple[int | None, set[int]]:
-    """(step that every rank has pinned, steps that some rank pinned and others have passed by). PURE."""
-    pins = {rank: step for s in statuses for rank, step in s.pinned.items()}
-    if not pins:
-        return None, set()
-    newest = max(pins.values())
-    ready = len(pins) == world_size and set(pins.values()) == {newest}
-    passed = {rank.rank for s in statuses for rank in s.ranks if rank.rank not in pins and (rank.step or 0) > newest + 1}
-    stale = {step for step in pins.values() if step < newest} | ({newest} if passed and not ready else set())
-    return (newest if ready else None), stale
+class _Commit:
+    """A commit, and what may still come of it once it was given up."""
+
+    def __init__(self, leads: Callable[[], bool]) -> None:
+        self._leads = leads
+        self.given_up = False
+        self.record: CheckpointRecord | None = None
+
+    def run(self, *whole: Any) -> CheckpointRecord:
+        self.record = commit(*whole, wanted=lambda: self._leads() and not self.given_up)
+        return self.record
 
 
 @dataclass
@@ -63,7 +63,11 @@ class Saver:
     task: asyncio.Task[None] | None = None
     asked: tuple[int, int] = (-1, 0)  # (generation, step) that the ranks were asked for last
     tried: tuple[int, int] = (-1, 0)  # (generation, step) of the newest save, whatever came of it
-    tested: bool = False  # this attempt's checkpoints were shown to restore, or not to
+    failures: int = 0  # saves in a row that storage did not take
+    retry_at: float = 0.0  # none is begun before
+    restores: bool | None = None  # what the newest restore test has shown; None: nothing yet
+    calls: Calls = field(default_factory=Calls)  # to storage
+    _tidying: asyncio.Task[None] | None = None
     _checking: asyncio.Task[None] | None = None  # of a drill
 
     @property
@@ -87,7 +91,9 @@ class Saver:
         step, stale = common_pin(statuses, self.spec.world_size)
         pinned = stale | ({step} if step is not None else set())
         committed = {s for s in pinned if s <= (self.group().checkpoint_step or 0)}
-        if step is not None and (self.group().generation, step) == self.tried:  # it was given back; that status may not know it yet
+        waits = now < self.retry_at or self.calls.hang
+        given_back = step is not None and (self.group().generation, step) == self.tried  # that status may not know it yet
+        if step is not None and (waits or given_back):
             committed.add(step)
         if committed:  # a coordinator may have died between the commit and this
             self.task = asyncio.create_task(self._unpin(committed))
@@ -95,25 +101,14 @@ class Saver:
             self.task = asyncio.create_task(self._save(step, self.group().generation))
         elif stale:
             self.task = asyncio.create_task(self._give_back(stale))
-        else:
+        elif not waits:
             self._ask(statuses, now)
 
     def _ask(self, statuses: Sequence[AgentStatus], now: float) -> None:
-        """By time: name a step far enough ahead that no rank has passed it when it hears of it."""
-        every = interval(self.group(), now)
-        ranks = [r for s in statuses for r in s.ranks]
-        steps = [r.step for r in ranks if r.step]
-        if every is None or not steps or len(steps) < self.spec.world_size:
-            return
-        group = self.group()
-        last = group.checkpoints[-1].committed_at if group.checkpoints else group.started_at
-        generation, asked_step = self.asked
-        if last is None or now - last < every or (generation == group.generation and min(steps) <= asked_step):
-            return
-        seconds = max(1e-3, max(r.step_seconds or 1.0 for r in ranks))
-        step = max(steps) + max(2, math.ceil(LEAD_S / seconds))
-        self.asked = (group.generation, step)
-        self.task = asyncio.create_task(self._request(step))
+        step = step_to_ask(self.group(), [r for s in statuses for r in s.ranks], self.asked, now)
+        if step is not None:
+            self.asked = (self.group().generation, step)
+            self.task = asyncio.create_task(self._request(step))
 
     async def _request(self, step: int) -> None:
         await self.call("request_checkpoint", step)
@@ -134,39 +129,66 @@ class Saver:
         self.tried = (generation, step)
         copied = asyncio.create_task(self.mirror.copy(step, generation))
         record, _ = await self.save(step, generation)
-        if record is not None and not self.tested:
+        if record is not None and not self.restores:
             await self._test_restore(record)  # while the snapshot that it is compared with is still pinned
         await copied
         await self._unpin({step})
         if record is not None:
             await self._retain(record)
 
+    def _leads(self, generation: int) -> bool:
+        """What a generation has left may be committed while it has not failed."""
+        group = self.group()
+        return group.generation == generation and group.doing in COMMITS_IN
+
     async def save(self, step: int, generation: int) -> tuple[CheckpointRecord | None, str]:
         """Two phases: every agent writes its share, then the manifest. A failure is an event, never the end of training.
 
         Returns the checkpoint, or None and what went wrong; then nothing of it is left, as soon as storage lets go of it.
         """
-        started, spec = self.now(), self.spec
+        started, spec, committing = self.now(), self.spec, _Commit(lambda: self._leads(generation))
         try:
-            await in_thread(claim, spec.storage_url, Lease(spec.job_id, spec.attempt, generation), limit_s=STALL_S)
+            await self.calls.make(claim, spec.storage_url, Lease(spec.job_id, spec.attempt, generation), limit_s=STALL_S)
             shares = await self._shares(step, generation)
-            if self.group().generation != generation:
-                raise RuntimeError(f"generation {generation} ended before the commit")
             whole = (spec.storage_url, spec.job_id, spec.attempt, generation, step, spec.world_size, shares, started, self.now())
-            record = await in_thread(commit, *whole, limit_s=STALL_S)
+            record = await self.calls.make(committing.run, *whole, limit_s=STALL_S)
         except Exception as error:
-            cause = getattr(error, "cause", None) or error
-            stalled = isinstance(cause, TimeoutError)
-            told = (str(cause) or self._hung()) if stalled else failure_text(cause, spec.storage_url)
-            self.update(self.group().say(self.now(), "CheckpointStalled" if stalled else "CheckpointFailed", f"step {step}: {told}"))
-            with contextlib.suppress(Exception):
-                await in_thread(discard, spec.storage_url, step, spec.attempt, generation, limit_s=DISCARD_S)
+            committing.given_up = True
+            told = self._failed(step, getattr(error, "cause", None) or error)
+            self._tidying = asyncio.create_task(self._tidy(step, generation, committing))
+            await asyncio.wait({self._tidying}, timeout=DISCARD_S)
             return None, told
-        group = self.group()
-        group = replace(group, checkpoints=(*group.checkpoints, record)[-KEPT_RECORDS:])
-        size = f"{record.bytes / 2**20:.1f} MiB in {record.write_seconds:.2f} s"
-        self.update(group.say(self.now(), "CheckpointCommitted", f"step {step}: {size}"))
+        self._committed(record)
         return record, ""
+
+    def _committed(self, record: CheckpointRecord) -> None:
+        self.failures, self.retry_at = 0, 0.0
+        group = replace(self.group(), checkpoints=(*self.group().checkpoints, record)[-KEPT_RECORDS:])
+        size = f"{record.bytes / 2**20:.1f} MiB in {record.write_seconds:.2f} s"
+        self.update(group.say(self.now(), "CheckpointCommitted", f"step {record.step}: {size}"))
+
+    def _failed(self, step: int, error: BaseException) -> str:
+        """Tell it; storage is left alone for a while, and longer each time."""
+        now, stalled = self.now(), isinstance(error, TimeoutError)
+        told = (str(error) or self._hung()) if stalled else failure_text(error, self.spec.storage_url)
+        if not isinstance(error, GivenUp):
+            self.failures += 1
+            self.retry_at = now + pause(self.failures)
+        self.update(self.group().say(now, "CheckpointStalled" if stalled else "CheckpointFailed", f"step {step}: {told}"))
+        return told
+
+    async def _tidy(self, step: int, generation: int, given_up: _Commit) -> None:
+        """Nothing of a failed write is left, but only once no thread is at it any more. One that was committed by then stays, unless its
+        generation has failed: the next one may have gone back behind it."""
+        await self.calls.settled()
+        record = given_up.record
+        with contextlib.suppress(Exception):
+            if record is None:
+                await self.calls.make(discard, self.spec.storage_url, step, self.spec.attempt, generation, limit_s=STALL_S)
+            elif self._leads(generation) or self.group().outcome is not None:
+                self._committed(record)
+            else:
+                await self.calls.make(remove, record.url, limit_s=STALL_S)
 
     async def _shares(self, step: int, generation: int) -> list[Share]:
         """What all nodes wrote. Raises TimeoutError when no byte was written anywhere for STALL_S; the agents are told to give up then."""
@@ -175,24 +197,31 @@ class Saver:
         while not work.done():
             await asyncio.wait({work}, timeout=LOOK_S)
             progress = self.progress
+            if not self._leads(generation):
+                await self._abandon(step, work)
+                raise GivenUp(f"generation {generation} ended before the commit")
             if progress != last:
                 last, moved_at = progress, time.monotonic()
             elif not work.done() and time.monotonic() - moved_at > STALL_S:
-                work.cancel()
-                with contextlib.suppress(Exception):
-                    await asyncio.wait_for(self.call("abandon_share", step), ABANDON_S)
+                await self._abandon(step, work)
                 there = f", {last.bytes} of {last.total_bytes} bytes are there" if last is not None else ""
                 raise TimeoutError(self._hung() + there)
         return [_share(answer) for answer in work.result().values()]
 
+    async def _abandon(self, step: int, work: asyncio.Future[Any]) -> None:
+        work.cancel()
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(self.call("abandon_share", step), ABANDON_S)
+
     def _hung(self) -> str:
         return (
             f"{self.spec.storage_url} has taken no byte for {STALL_S:.0f} s; the write is given up and the checkpoint before stays; "
-            "look at that storage, the next checkpoint tries again"
+            "look at that storage, another is tried when it answers"
         )
 
     async def _test_restore(self, record: CheckpointRecord) -> None:
-        """Read the first checkpoint back as a restart would, so that one that cannot work is known in the first minute."""
+        """Read the first checkpoint back as a restart would, so that one that cannot work is known in the first minute; after a failed test
+        the next one too."""
         try:
             answers = await asyncio.wait_for(self.call("try_restore", record.url, record.step), TRIAL_S)
         except Exception as error:
@@ -201,11 +230,10 @@ class Saver:
         trials = {index: trial for index, trial in answers.items() if trial is not None}
         if len(trials) < len(answers):
             return  # the ranks were restarted meanwhile; the next checkpoint is tested
-        self.tested = True
         seconds = max(trial.seconds for trial in trials.values())
         problems = [f"node {index}: {trial.problem}" for index, trial in trials.items() if trial.problem]
         skipped = [f"node {index}: {trial.skipped}" for index, trial in trials.items() if trial.skipped]
-        now = self.now()
+        self.restores, now = not problems, self.now()
         if problems:
             told = f"step {record.step}: a restart from it would fail, {'; '.join(problems)}"
             group = self.group().say(now, "RestoreTestFailed", told)
@@ -218,12 +246,14 @@ class Saver:
             self.update(self.group().say(now, "RestoreTested", f"step {record.step}: read back in {seconds:.2f} s, {same}"))
 
     async def _retain(self, newest: CheckpointRecord) -> None:
-        """Read the newest back; only then may older ones go."""
+        """Read the newest back; only then may older ones go, and none while the newest is known not to restore."""
+        if self.restores is False:
+            return
         limit = STALL_S + newest.bytes / SLOWEST
         try:
             if not await self.check(newest.url, limit):
                 return
-            found = await in_thread(catalog, self.spec.storage_url, limit_s=STALL_S)
+            found = await self.calls.make(catalog, self.spec.storage_url, limit_s=STALL_S)
             group = self.group()
             damaged = group.damaged | {c.url for c in found if c.problem is not None and c.problem.why is Unfit.DAMAGED}
             restoring = None if group.training else group.restore  # ranks that train have read it
@@ -232,7 +262,7 @@ class Saver:
             in_use |= {finite} if finite is not None else set()
             listed = [c.url for c in found if c.manifest]
             going = to_remove(listed, self.spec.keep_last, {newest.url}, in_use, damaged)
-            gone = [url for url in going if await in_thread(remove, url, limit_s=STALL_S)]
+            gone = [url for url in going if await self.calls.make(remove, url, limit_s=STALL_S)]
         except Exception as error:
             told = f"{self.spec.storage_url} did not answer within {limit:.0f} s" if isinstance(error, TimeoutError) else str(error)
             self.update(self.group().say(self.now(), "RetentionFailed", f"nothing more was removed: {told}"))
@@ -244,7 +274,7 @@ class Saver:
     async def check(self, url: str, limit_s: float, why: str = "") -> bool:
         """Read every byte of a checkpoint and keep what was found. Raises TimeoutError, or OSError where it could not be read."""
         begun = time.monotonic()
-        problem = await in_thread(verify, url, limit_s=limit_s)
+        problem = await self.calls.make(verify, url, limit_s=limit_s)
         if problem is not None and problem.why is not Unfit.DAMAGED:
             raise OSError(f"{url}: {problem}")
         now = self.now()
@@ -260,11 +290,11 @@ class Saver:
         is none."""
         if self._checking is not None:
             await asyncio.wait({self._checking})  # what the drill before has damaged is known then
-        found = await in_thread(catalog, self.spec.storage_url, limit_s=STALL_S)
+        found = await self.calls.make(catalog, self.spec.storage_url, limit_s=STALL_S)
         newest = next((c for c in found if c.problem is None and c.url not in self.group().damaged), None)
         if newest is None:
             raise ValueError("there is no whole checkpoint to damage")
-        done = await in_thread(change_a_byte, newest.url, limit_s=STALL_S)
+        done = await self.calls.make(change_a_byte, newest.url, limit_s=STALL_S)
         self._checking = asyncio.create_task(self._check_drill(newest.url))
         return f"step {newest.step}: {done}; the event CheckpointInvalid tells when it is found, a restart takes the checkpoint before"
 
@@ -281,22 +311,15 @@ class Saver:
         step = newest_in_memory(group, seen)
         if step is None or step <= (group.checkpoint_step or 0):
             return None
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.calls.settled(), STALL_S)
+        if self.calls.hang:
+            return f"step {step}: {self._hung()}"
         record, problem = await self.save(step, group.generation)
         if record is None:
             return f"step {step}: {problem}"
         await self._retain(record)
         return None
-
-
-def interval(group: Group, now: float) -> float | None:
-    """Seconds from one checkpoint to the next request; None: none is taken by time. PURE."""
-    fixed = group.spec.every_seconds
-    if not group.spec.auto_checkpoints:
-        return fixed
-    failures = [f for f in group.failures if f.at > now - group.spec.window_s]
-    begun = min([f.at for f in failures] + [group.started_at if group.started_at is not None else now])
-    auto = auto_interval([c.write_seconds for c in group.checkpoints], now - begun, len(failures))
-    return auto if fixed is None else min(auto, fixed)
 
 
 def failure_text(error: BaseException, storage_url: str) -> str:

@@ -42,7 +42,7 @@ from workers.group import (
     Unstage,
     new_group,
 )
-from workers.messages import FailureClass, GroupPhase, RankReport, Source
+from workers.messages import FailureClass, GroupPhase, RankReport, RestoreOrder, Source
 from workers.restart import CULPRIT_S, STACKS_S, decide
 
 
@@ -178,6 +178,16 @@ def test_a_restarted_generation_is_watched_as_tightly_as_the_one_before() -> Non
     again = replace(known, generation=GENERATION + 1)
     assert decide(again, seen, NOW).look_again_at == pytest.approx(NOW + 5.05, abs=1e-3)
     assert decide(replace(again, step_slowest=2.5), seen, NOW).reason == "TakingStacks"
+
+
+def test_steps_that_are_done_again_are_told_and_may_be_saved() -> None:
+    again = replace(STARTS, restore=RestoreOrder(Source.STORAGE, 20, "/c/20"), best_step=40, recovery=recovery(), started_at=NOW - 99)
+    starting = decide(again, ranks_seen(rank(0, step=25, new_step_at=None), rank(1, **FRESH)), NOW).group
+    assert (starting.stepping, starting.shown[1]) == (False, "WaitingForFirstStep")
+    stepping = decide(again, ranks_seen(*(rank(n, step=25, new_step_at=None) for n in (0, 1))), NOW).group
+    assert (stepping.doing, stepping.training, stepping.stepping) == (Doing.TRAINING, False, True)
+    assert stepping.shown == (GroupPhase.RECOVERING, "RedoingSteps", "redoing steps 21 to 40")
+    assert not replace(stepping, generation=GENERATION + 1).stepping
 
 
 READ_AT = {"/c/30": None}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.workers.led import SCRIPT, Led, led, led_spec
-from workers import saving
+from workers import pacing, saving
 from workers.checkpoint.catalog import catalog, pin, verify
 from workers.checkpoint.damage import change_a_byte
 from workers.checkpoint.format import FOLDER, folder_name
@@ -78,7 +78,7 @@ def test_the_one_that_is_being_restored_outlives_retention(tmp_path: Path) -> No
 
 
 def test_by_time_at_the_interval_that_cost_and_failures_ask_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "LEAD_S", 0.1)
+    monkeypatch.setattr(pacing, "LEAD_S", 0.1)
     monkeypatch.setattr("workers.checkpoint.interval.FIRST_S", 0.2)
     monkeypatch.setattr("workers.checkpoint.interval.LEAST_S", 0.1)
     monkeypatch.setattr("workers.checkpoint.interval.PRIOR_S", 0.5)
@@ -95,6 +95,7 @@ def test_by_time_at_the_interval_that_cost_and_failures_ask_for(tmp_path: Path, 
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "STALL_S", 0.25)
     monkeypatch.setattr(saving, "LOOK_S", 0.05)
+    monkeypatch.setattr(pacing, "RETRY_S", 0.02)
 
 
 def hang(storage: Path, step: int, name: str = "rank-0.safetensors") -> int:

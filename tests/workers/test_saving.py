@@ -12,7 +12,7 @@ from workers.checkpoint.lease import OWNER, Fenced, Lease, claim, read_lease
 from workers.checkpoint.writer import commit
 from workers.listing import read_catalog
 from workers.messages import AgentStatus, CheckpointFound, CheckpointRecord, GroupSpec
-from workers.saving import common_pin
+from workers.pacing import common_pin
 
 
 def node(index: int, pinned: dict[int, int], step: int = 50) -> AgentStatus:

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-async def in_thread(function: Callable[..., T], *args: Any, limit_s: float | None = None) -> T:
-    """``function(*args)`` without blocking the loop. Raises what it raises, TimeoutError after ``limit_s`` seconds."""
+def start(function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+    """Its outcome, in a thread of its own."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -40,4 +40,41 @@ async def in_thread(function: Callable[..., T], *args: Any, limit_s: float | Non
             return
 
     threading.Thread(target=run, name=f"keepstep-{function.__name__}", daemon=True).start()
-    return await asyncio.wait_for(future, limit_s)
+    return future
+
+
+async def in_thread(function: Callable[..., T], *args: Any, limit_s: float | None = None) -> T:
+    """``function(*args)`` without blocking the loop. Raises what it raises, TimeoutError after ``limit_s`` seconds."""
+    return await asyncio.wait_for(start(function, *args), limit_s)
+
+
+class Calls:
+    """The calls of one user, who wants to know which of those that were given up still go on."""
+
+    def __init__(self) -> None:
+        self._hung: set[asyncio.Future[Any]] = set()
+
+    @property
+    def hang(self) -> bool:
+        """Some call was given up and has not come back."""
+        return any(not call.done() for call in self._hung)
+
+    async def make(self, function: Callable[..., T], *args: Any, limit_s: float) -> T:
+        """As ``in_thread``."""
+        call = start(function, *args)
+        try:
+            return await asyncio.wait_for(asyncio.shield(call), limit_s)
+        except (TimeoutError, asyncio.CancelledError):
+            self._hung.add(call)
+            call.add_done_callback(self._came_back)
+            raise
+
+    async def settled(self) -> None:
+        """Returns when no call hangs."""
+        while self.hang:
+            await asyncio.wait(self._hung)
+
+    def _came_back(self, call: asyncio.Future[Any]) -> None:
+        self._hung.discard(call)
+        if not call.cancelled():
+            call.exception()  # nobody else asks

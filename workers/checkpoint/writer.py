@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import chain
 from pathlib import Path
 
@@ -84,9 +84,11 @@ def commit(
     shares: Sequence[Share],
     started_at: float,
     now: float,
+    *,
+    wanted: Callable[[], bool] = lambda: True,
 ) -> CheckpointRecord:
-    """Write the manifest, after which the checkpoint exists. Times are Unix seconds. Raises StateError where the shares do not make a
-    whole, Fenced where a later generation has taken the folder, OSError."""
+    """Write the manifest, after which the checkpoint exists. Times are Unix seconds. ``wanted`` is asked last, for storage may have taken
+    long. Raises StateError where the shares do not make a whole, Fenced where a later generation has taken the folder, GivenUp, OSError."""
     root = open_folder(storage_url).child(FOLDER)
     folder = root.child(folder_name(step, attempt, generation))
     shared, own, where, files = merge(shares, world_size)
@@ -97,13 +99,20 @@ def commit(
     nodes = [share.ranks for share in sorted(shares, key=lambda s: s.node_index)]
     manifest = Manifest(job_id, attempt, generation, step, world_size, nodes, started_at, now, files, shared, own, where, is_finite(own))
     check(storage_url, Lease(job_id, attempt, generation))
+    if not wanted():
+        raise GivenUp(f"generation {generation} ended before the commit, or the write was given up")
     size, _ = folder.write(MANIFEST, [manifest_bytes(manifest)])
-    if root.size(COMMITTED) is None:
-        root.write(COMMITTED, [])
+    with suppress(Exception):  # it exists; the next commit marks the folder too
+        if root.size(COMMITTED) is None:
+            root.write(COMMITTED, [])
     total = size + sum(file.bytes for file in files)
     return CheckpointRecord(
         job_id, attempt, generation, step, folder.url, total, len(files) + 1, world_size, committed_at=now, write_seconds=now - started_at
     )
+
+
+class GivenUp(StateError):
+    """Nobody wants this checkpoint any more."""
 
 
 class _Meter:
