@@ -25,12 +25,16 @@ class TensorFlow:
 
     def __init__(self, strategy: str | None, devices: int | None) -> None:
         self.strategy: Any = None
+        self._optimizers: list[Any] = []
+        self._iterations: list[int] = []  # of each when the last step was finished
         if strategy in (None, "mirrored"):
             self.strategy = tf.distribute.MirroredStrategy(_devices(devices))
 
     def begin(self, parts: dict[str, Any]) -> None:
         for name, part in parts.items():
             refuse(name, part)
+        found = (getattr(part, "optimizer", part) for part in parts.values())
+        self._optimizers = [optimizer for optimizer in found if hasattr(optimizer, "iterations")]
 
     def capture(self, parts: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """({}, state of this rank)."""
@@ -48,6 +52,16 @@ class TensorFlow:
                 loaded[name] = load_into(part, state)
         set_random_state(own["random"])
         return loaded
+
+    def step_finished(self) -> None:
+        self._iterations = self._counted()
+
+    def moved(self) -> bool:
+        """An optimizer has stepped since."""
+        return bool(self._iterations) and self._iterations != self._counted()
+
+    def _counted(self) -> list[int]:
+        return [int(optimizer.iterations.numpy()) for optimizer in self._optimizers]
 
     def derive(self, names: Collection[str], parts: dict[str, Any], rank: int) -> None:
         derive_random(names, rank)
