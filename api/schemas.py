@@ -237,6 +237,7 @@ class CheckpointOut(BaseModel):
     verified_at: Time | None = Field(description="When its bytes were last read back; null: not yet.")
     problem: str | None = Field(description="What did not hold then; null: every byte did, or it was not read yet.")
     pinned: bool = Field(description="True: retention leaves it alone.")
+    finite: bool = Field(description="False: metrics had stayed NaN or infinite for three reports in a row when it was taken.")
 
     @classmethod
     def of(cls, record: model.Checkpoint) -> CheckpointOut:
@@ -244,6 +245,7 @@ class CheckpointOut(BaseModel):
             step=record.step, attempt=record.attempt, generation=record.generation, url=record.url, bytes=record.bytes,
             files=record.files, world_size=record.world_size, committed_at=utc(record.committed_at), write_seconds=record.write_seconds,
             verified_at=utc_or_none(record.verified_at), problem=record.problem, pinned=record.pinned_at is not None,
+            finite=record.finite,
         )  # fmt: skip
 
 

@@ -401,6 +401,7 @@ class CheckpointRecord:
     world_size: int
     committed_at: float
     write_seconds: float
+    finite: bool = True  # False: metrics had stayed NaN or infinite when it was taken
 
 
 @dataclass(frozen=True)

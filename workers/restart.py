@@ -41,6 +41,7 @@ from workers.watching import Silence, has_served, settled, silence, tell_nonfini
 
 CULPRIT_S = 0.3  # how long to wait for the culprit while only consequences were seen
 PLACING_S = 120.0
+POISONED = Problem(Unfit.UNWANTED, "its metrics were not finite")
 FILES_S = 60.0  # for storage to tell which files that success asks for are there
 STACKS_S = 2.0  # a hang is acted on after this long, with the stacks that have come by then
 
@@ -123,6 +124,7 @@ def _locate(group: Group, seen: Seen, now: float) -> Decision:
 
 def _from_storage(group: Group, seen: Seen, now: float, catalog: tuple[CheckpointFound, ...], newest: RestoreOrder | None) -> Decision:
     """The newest checkpoint that is not damaged, unless memory holds a state as new (``newest``)."""
+    group = _leave_poisoned(group, now, catalog)
     excluded = {c.url for c in group.excluded}
     left = [c for c in catalog if c.url not in excluded]
     sound = [c for c in left if c.problem is None or c.problem.why is not Unfit.DAMAGED]
@@ -143,6 +145,18 @@ def _from_storage(group: Group, seen: Seen, now: float, catalog: tuple[Checkpoin
     if group.best_step:
         group = group.say(now, "StartedFromZero", f"no snapshot and no checkpoint exists; {group.best_step} steps are done again")
     return _launch_from(group, seen, now, RestoreOrder(Source.NONE, 0))
+
+
+def _leave_poisoned(group: Group, now: float, catalog: tuple[CheckpointFound, ...]) -> Group:
+    """A job that stops at metrics that are not finite would do so again from a checkpoint that was taken then."""
+    excluded = {c.url for c in group.excluded}
+    sound = [c for c in catalog if c.problem is None and c.url not in excluded]
+    taken = next((c for c in sound if c.finite), None)
+    if not group.spec.stop_on_nan or taken is None or taken is sound[0]:
+        return group
+    left = tuple(replace(c, problem=POISONED) for c in sound[: sound.index(taken)])
+    group = group.say(now, "RolledBack", f"metrics were not finite at step {left[-1].step}: back to the checkpoint of step {taken.step}")
+    return replace(group, excluded=(*group.excluded, *left))
 
 
 def _pass_over(group: Group, now: float, damaged: CheckpointFound) -> Group:
@@ -177,8 +191,7 @@ def _roll_back(group: Group, seen: Seen, now: float, since: int) -> Decision:
         return decide(replace(group, roll_back=None), seen, now)
     taken = earlier[0]
     group = group.say(now, "RolledBack", f"metrics are not finite since step {since}: back to the checkpoint of step {taken.step}")
-    poisoned = Problem(Unfit.UNWANTED, "its metrics were not finite")
-    left = tuple(replace(c, problem=poisoned) for c in seen.catalog or () if c.step >= since and c.url not in bad)
+    left = tuple(replace(c, problem=POISONED) for c in seen.catalog or () if c.step >= since and c.url not in bad)
     restore = RestoreOrder(Source.STORAGE, taken.step, taken.url)
     return decide(replace(group.go(Doing.STAGING, now), excluded=group.excluded + left, restore=restore), seen, now)
 

@@ -71,7 +71,8 @@ def _list(client: Client, job: str, as_json: bool) -> None:
 def _known(checkpoint: dict[str, Any]) -> str:
     if checkpoint["problem"]:
         return f"damaged: {checkpoint['problem']}"
-    return "not read back yet" if checkpoint["verified_at"] is None else f"verified {show.when(checkpoint['verified_at'])}"
+    read = "not read back yet" if checkpoint["verified_at"] is None else f"verified {show.when(checkpoint['verified_at'])}"
+    return read if checkpoint["finite"] else f"{read}, metrics not finite"
 
 
 def _download(client: Client, job: str, step: str, output: Path | None) -> None:

@@ -17,6 +17,7 @@ from safetensors.numpy import load
 from typer.testing import CliRunner
 
 from api.cli import app
+from api.commands.checkpoints import _known as known_of
 from orchestrator.core.actions import JobStep
 from tests.api.conftest import Running
 from workers.checkpoint.catalog import remove
@@ -62,6 +63,7 @@ def listed(ask: Ask) -> list[tuple[int, bool, str | None, bool]]:
 
 def test_verify_tells_and_keeps_what_it_found(ask: Ask, job: tuple[str, list[CheckpointRecord]]) -> None:
     assert listed(ask) == [(20, False, None, False), (10, False, None, False)]
+    assert [c["finite"] for c in ask("GET").json()["items"]] == [True, True]
     assert ask("POST", "/20/verify").json()["problem"] is None
     change_a_byte(job[1][0].url)
     damaged = ask("POST", "/10/verify")
@@ -129,3 +131,8 @@ def test_the_command(job: tuple[str, list[CheckpointRecord]], tmp_path: Path) ->
     assert not list(tmp_path.glob("*d.tar*"))
     for wrong in (("drop", name, "20"), ("verify", name), ("verify", name, "x")):
         assert run(*wrong).exit_code == 2
+
+
+@pytest.mark.parametrize(("finite", "said"), [(True, "not read back yet"), (False, "not read back yet, metrics not finite")])
+def test_the_list_tells_of_metrics_that_were_not_finite(finite: bool, said: str) -> None:
+    assert known_of({"problem": None, "verified_at": None, "finite": finite}) == said

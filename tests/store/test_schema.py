@@ -18,7 +18,7 @@ from orchestrator.ports import Unavailable
 
 from .values import new_job, submitted
 
-NEWEST = "0004"
+NEWEST = "0005"
 
 
 def test_the_migrated_schema_is_the_one_in_the_code(engine: Engine) -> None:

@@ -79,7 +79,7 @@ def checkpoint(job: Job, step: int, **fields: Any) -> CheckpointRecord:
     url = f"file:///store/{job.id}/step-{step}"
     return CheckpointRecord(
         **{"job_id": job.id, "attempt": 2, "generation": 3, "step": step, "url": url, "bytes": 2**45, "files": 7, "world_size": 4}
-        | {"committed_at": T0 + 2.5, "write_seconds": 0.75}
+        | {"committed_at": T0 + 2.5, "write_seconds": 0.75, "finite": False}
         | fields
     )
 

@@ -262,6 +262,25 @@ def test_a_torn_checkpoint_is_skipped_with_an_event_once() -> None:
     assert said(decide(first.group.go(Doing.LOCATING, NOW), seen, NOW)) == ["CheckpointSkipped"]
 
 
+@pytest.mark.parametrize(
+    ("stop_on_nan", "finite", "step"),
+    [
+        pytest.param(True, (False, False, True), 20, id="the newest from before"),
+        pytest.param(True, (True, False, True), 40, id="the newest is finite"),
+        pytest.param(True, (False, False, False), 40, id="there is none from before"),
+        pytest.param(False, (False, False, True), 40, id="the job does not mind"),
+    ],
+)
+def test_another_attempt_does_not_go_on_from_metrics_that_would_stop_it(stop_on_nan: bool, finite: tuple[bool, ...], step: int) -> None:
+    catalog = tuple(replace(found(at), finite=known) for at, known in zip((40, 30, 20), finite, strict=True))
+    before = group(Doing.LOCATING, given=spec(stop_on_nan=stop_on_nan))
+    after = decide(before, idle(catalog=catalog), NOW).group
+    assert after.restore is not None
+    assert (after.doing, after.restore.step) == (Doing.STAGING, step)
+    assert ("RolledBack" in [e.reason for e in after.events]) == (step == 20)
+    assert after.checks == ()
+
+
 def test_starting_from_zero_after_progress_is_said() -> None:
     decision = decide(group(Doing.LOCATING), idle(catalog=()), NOW)
     assert said(decision) == ["StartedFromZero"]

@@ -107,7 +107,7 @@ def commit(
             root.write(COMMITTED, [])
     total = size + sum(file.bytes for file in files)
     return CheckpointRecord(
-        job_id, attempt, generation, step, folder.url, total, len(files) + 1, world_size, committed_at=now, write_seconds=now - started_at
+        job_id, attempt, generation, step, folder.url, total, len(files) + 1, world_size, now, now - started_at, manifest.finite
     )
 
 

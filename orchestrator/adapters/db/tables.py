@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import BigInteger, Column, Double, ForeignKey, Index, Integer, MetaData, Table, Text, UniqueConstraint
+from sqlalchemy import BigInteger, Boolean, Column, Double, ForeignKey, Index, Integer, MetaData, Table, Text, UniqueConstraint, true
 
 METADATA = MetaData(
     naming_convention={
@@ -187,6 +187,7 @@ CHECKPOINTS = Table(
     _instant("verified_at", null=True),
     _text("problem", null=True),
     _instant("pinned_at", null=True),
+    Column("finite", Boolean, nullable=False, server_default=true()),  # the default: of rows that are older than the column
     UniqueConstraint("url"),
     Index(None, "job_id", "id"),
     sqlite_autoincrement=True,
