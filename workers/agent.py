@@ -28,13 +28,26 @@ from workers.exchange import Exchange
 from workers.group import Kept
 from workers.interfaces import interface_of
 from workers.kept import read_kept, write_kept
-from workers.messages import AgentStatus, Copy, Fetch, GroupSpec, Holding, LaunchOrder, Offer, Problem, RankStacks, Source, Unfit
+from workers.messages import (
+    AgentStatus,
+    Copy,
+    FailureClass,
+    Fetch,
+    GroupSpec,
+    Holding,
+    LaunchOrder,
+    Offer,
+    Problem,
+    RankStacks,
+    Source,
+    Unfit,
+)
 from workers.neighbours import Neighbour
 from workers.processes import SHM, TMP, end_group, remove_folders
 from workers.ranks import Ranks
 from workers.share_writer import ShareWriter
 from workers.stacks import TAKE_S, take
-from workers.workdir import CannotPrepare, local_path, missing, prepare
+from workers.workdir import CannotPrepare, UnusableBundle, local_path, missing, prepare
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +56,7 @@ LOOK_S = 0.02  # between two readings of the boards, while ranks start
 STEADY_LOOK_S = 0.1  # while they train, for a reading takes a processor a millisecond; their end is told by the launcher
 STRAY_LOOK_S = 0.2  # between two looks whether anybody leads this agent
 LEASE_S = 60.0
+PREPARE_PAUSES_S = (1.0, 4.0)  # between tries to make the working directory
 
 
 class StaleLeader(Exception):
@@ -60,6 +74,7 @@ class Agent:
         self.led_at = time.monotonic()
         self.shm, self.tmp = (root / f"{spec.key}.{index}" for root in (SHM, TMP))
         self.problem: str | None = None
+        self._problem_kind = FailureClass.UNKNOWN
         self.held: tuple[Holding, ...] = ()
         self.copies: tuple[Copy, ...] = ()
         self.fenced = spec.first_generation - 1  # newest generation that was ordered to stop: it must never start again
@@ -98,14 +113,20 @@ class Agent:
         self._change.set()
 
     async def _prepare(self) -> None:
-        try:
-            work = await asyncio.to_thread(prepare, self.spec.storage_url, self.spec.job_id, self.spec.bundle_url)
-            self.ranks.start_launcher(work)
-            self._work = work
-        except CannotPrepare as error:
-            self.problem = str(error)
-        except Exception as error:  # whatever storage raises
-            self.problem = f"its working directory or launcher cannot be made: {type(error).__name__}: {error}"
+        """A disk or a storage that fails for a moment is asked again before the node counts as unfit."""
+        for pause in (*PREPARE_PAUSES_S, None):
+            try:
+                work = await in_thread(prepare, self.spec.storage_url, self.spec.job_id, self.spec.bundle_url)
+                self.ranks.start_launcher(work)
+                self._work = work
+                break
+            except Exception as error:  # whatever storage raises
+                users = isinstance(error, UnusableBundle)
+                if users or pause is None:
+                    self._problem_kind = FailureClass.USER if users else FailureClass.INFRASTRUCTURE
+                    self.problem = f"{type(error).__name__}: {error}" if not isinstance(error, CannotPrepare) else str(error)
+                    break
+            await asyncio.sleep(pause)
         self._changed()
 
     async def _watch(self) -> None:
@@ -184,6 +205,7 @@ class Agent:
             version=self.version,
             ready=self.ranks.ready,
             problem=self.problem or self.ranks.problem,
+            problem_kind=self._problem_kind,
             generation=self.ranks.generation,
             stopped=stopped,
             ranks=self.ranks.reports(),

@@ -17,9 +17,29 @@ from workers.verdict import Verdict
 LAUNCH_S = 60.0
 
 
-def start_problem(index: int, problem: str, now: float) -> Verdict:
-    evidence = f"node {index} cannot start the command: {problem}"
-    return Verdict(FailureClass.USER, "cannot_start", None, evidence, f"cannot_start {problem}", now)
+def start_problem(seen: Seen, now: float) -> Verdict | None:
+    """Why some node cannot be made ready. Another node may do better, unless the code is at fault, or an environment that fails on each
+    of several nodes."""
+    told = [(a.index, a.status) for a in seen.agents if a.status and a.status.problem]
+    if not told:
+        return None
+    index, status = next(((i, s) for i, s in told if s.problem_kind == FailureClass.USER), told[0])
+    everywhere = 1 < len(told) == len(seen.agents) and all(s.problem_kind == FailureClass.UNKNOWN for _, s in told)
+    users = status.problem_kind == FailureClass.USER or everywhere
+    kind = FailureClass.USER if users else FailureClass.INFRASTRUCTURE
+    evidence = f"node {index} cannot start the command: {status.problem}"
+    return Verdict(kind, "cannot_start", None, evidence, f"cannot_start {status.problem}", now)
+
+
+def start_timeout(group: Group, now: float) -> Verdict:
+    evidence = f"nodes were not ready within start_s = {group.spec.start_s:.0f} s"
+    return Verdict(FailureClass.INFRASTRUCTURE, "start_timeout", None, evidence, "start_timeout", now)
+
+
+def unready(seen: Seen) -> list[AgentSeen]:
+    """Nodes that have a problem; where none tells one, those that are not warm."""
+    problems = [a for a in seen.agents if a.status and a.status.problem]
+    return problems or [a for a in seen.agents if not (a.status and a.status.ready)]
 
 
 def launch_timeout(now: float) -> Verdict:
@@ -72,14 +92,28 @@ def _blamed_node(group: Group, seen: Seen, verdict: Verdict, now: float) -> str 
     return node_of(group, away.index) if away and verdict.cause in ("agent_lost", "node_lost") else None
 
 
-def stop_for(group: Group, now: float, verdict: Verdict) -> Decision:
+def not_ready(group: Group, seen: Seen, now: float, verdict: Verdict) -> Decision:
     """The nodes cannot be made ready. In the middle of a recovery that is one more turn of the incident that began it."""
+    if verdict.kind != FailureClass.USER:
+        unfit = unready(seen)
+        node = node_of(group, unfit[0].index) if len(unfit) == 1 or len(unfit) < len(seen.agents) else None
+        if group.recovery is not None and node is not None:  # whatever it began with, the next placement is to take this node last
+            group = replace(group, recovery=replace(group.recovery, incident=replace(group.recovery.incident, blamed_node=node)))
+        return lose_for(group, now, verdict, node, _LOST_FOR[verdict.cause], verdict.evidence)
     if group.recovery is not None:
-        if verdict.kind != FailureClass.USER:
-            return lose_group(group, now, "StartTimeout", verdict.evidence)
         incident = turned(group.recovery.incident, STOP, f"then {verdict.evidence}; job stops")
     else:
         incident = new_incident(group, verdict, None, now, verdict.evidence)
-    reason = "UserError" if verdict.kind == FailureClass.USER else "StartTimeout"
     group = put(group, incident).say(now, "Failure", incident.message)
-    return close_group(group, now, Outcome.FAILED, reason, verdict.evidence)
+    return close_group(group, now, Outcome.FAILED, "UserError", verdict.evidence)
+
+
+_LOST_FOR = {"cannot_start": "CannotStart", "start_timeout": "StartTimeout"}
+
+
+def lose_for(group: Group, now: float, verdict: Verdict, node: str | None, reason: str, message: str) -> Decision:
+    """Lost between generations. Where nothing failed before, this is the failure, or the coordinator that knew more is gone too."""
+    if group.recovery is None:
+        group, _ = charge(group, now, verdict)
+        group = replace(group, recovery=Recovery(new_incident(group, verdict, node, now, None), now))
+    return lose_group(group, now, reason, message)

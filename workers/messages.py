@@ -274,7 +274,7 @@ class AgentStatus:
     incarnation: str  # new with every start of the agent's process
     version: int
     ready: bool  # launcher warm, working directory in place
-    problem: str | None  # why it will never be ready
+    problem: str | None  # why it cannot be made ready
     generation: int  # newest generation launched here, -1 before
     stopped: bool  # no process of any rank lives here
     ranks: tuple[RankReport, ...]
@@ -293,6 +293,7 @@ class AgentStatus:
     copies: tuple[Copy, ...] = ()  # of memory checkpoints; told when stopped
     unfetched: dict[int, str] = field(default_factory=dict)  # step -> why this node's snapshots cannot be made whole from other nodes
     saving: SaveProgress | None = None  # this node's share of a checkpoint
+    problem_kind: FailureClass = FailureClass.UNKNOWN  # whose the problem is, as far as one node can tell
 
 
 @dataclass(frozen=True)

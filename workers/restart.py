@@ -9,9 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from workers.budget import charge
 from workers.ending import STOP_LIMIT_S, close_group, closing, end, ended, finish, lose_group
-from workers.failing import LAUNCH_S, agent_verdict, changed_agent, fail, launch_timeout, node_of, start_problem, stop_for
+from workers.failing import (
+    LAUNCH_S,
+    agent_verdict,
+    changed_agent,
+    fail,
+    launch_timeout,
+    lose_for,
+    node_of,
+    not_ready,
+    start_problem,
+    start_timeout,
+)
 from workers.group import (
     AGENT_RETURN_S,
     REPEAT_S,
@@ -22,7 +32,6 @@ from workers.group import (
     Group,
     Launch,
     ReadCatalog,
-    Recovery,
     Seen,
     Stage,
     StopRanks,
@@ -33,15 +42,16 @@ from workers.group import (
     ranks_of,
 )
 from workers.hangs import judge_hang
-from workers.incidents import new_incident, now_training
+from workers.incidents import now_training
 from workers.locating import from_peers, whole_in_memory, without_storage
 from workers.messages import CheckpointFound, FailureClass, Outcome, Problem, RankReport, RestoreOrder, Source, Unfit
-from workers.verdict import Verdict, failed, judge, judge_metrics, judge_success, only_secondary, secondary
+from workers.verdict import failed, judge, judge_metrics, judge_success, only_secondary, secondary
 from workers.watching import Silence, has_served, settled, silence, tell_nonfinite, training_since
 
 CULPRIT_S = 0.3  # how long to wait for the culprit while only consequences were seen
 PLACING_S = 120.0
 POISONED = Problem(Unfit.UNWANTED, "its metrics were not finite")
+TOLD_S = 60.0  # for other nodes to tell whether they have the problem of one
 FILES_S = 60.0  # for storage to tell which files that success asks for are there
 STACKS_S = 2.0  # a hang is acted on after this long, with the stacks that have come by then
 
@@ -56,13 +66,9 @@ def decide(group: Group, seen: Seen, now: float) -> Decision:
         group = group.close(now, Outcome.STOPPED, "Stopped", "ended on request")
     lost = next((a for a in seen.agents if a.node_lost), None)
     if lost is not None and group.doing in _WITHOUT_RANKS:
-        if group.recovery is None:  # it was lost before anything ran, or with the coordinator that knew more
-            verdict = agent_verdict(group, lost, now)
-            group, _ = charge(group, now, verdict)
-            incident = new_incident(group, verdict, node_of(group, lost.index), now, None)
-            group = replace(group, recovery=Recovery(incident, now))
-        gone = f"node {node_of(group, lost.index)} has left the cluster; the job needs another placement"
-        return lose_group(group, now, "NodeLost", gone)
+        node = node_of(group, lost.index)
+        gone = f"node {node} has left the cluster; the job needs another placement"
+        return lose_for(group, now, agent_verdict(group, lost, now), node, "NodeLost", gone)
     return _HANDLERS[group.doing](group, seen, now)
 
 
@@ -91,15 +97,14 @@ def _warm(group: Group, seen: Seen, now: float) -> Decision:
     gone = gone_agents(seen, now)
     if gone and now - group.since > AGENT_RETURN_S:
         return lose_group(group, now, "NodeLost", f"agent {gone[0].index} on node {node_of(group, gone[0].index)} is gone")
-    problems = [(a.index, a.status.problem) for a in seen.agents if a.status and a.status.problem]
-    if problems:
-        index, problem = problems[0]
-        return stop_for(group, now, start_problem(index, problem or "", now))
+    problem = start_problem(seen, now)
+    all_told = all(a.status is not None and (a.status.ready or a.status.problem) for a in seen.agents)
+    if problem is not None and (all_told or problem.kind == FailureClass.USER or now - group.since > TOLD_S):
+        return not_ready(group, seen, now, problem)
     if not gone and all(a.status is not None and a.status.ready for a in seen.agents):
         return decide(group.go(Doing.LOCATING, now), seen, now)
     if not gone and now - group.since > group.spec.start_s:
-        evidence = f"nodes were not ready within start_s = {group.spec.start_s:.0f} s"
-        return stop_for(group, now, Verdict(FailureClass.UNKNOWN, "start_timeout", None, evidence, "start_timeout", now))
+        return not_ready(group, seen, now, start_timeout(group, now))
     return Decision(group, (), "Warming", now + REPEAT_S)
 
 
@@ -299,9 +304,9 @@ def _launch(group: Group, seen: Seen, now: float) -> Decision:
         return fail(group, seen, now, agent_verdict(group, away, now))
     if all(a.status and a.status.generation == group.generation for a in seen.agents):
         return decide(group.go(Doing.TRAINING, now), seen, now)
-    problems = [(a.index, a.status.problem) for a in seen.agents if a.status and a.status.problem]
-    if problems:
-        return fail(group, seen, now, start_problem(problems[0][0], problems[0][1] or "", now))
+    problem = start_problem(seen, now)
+    if problem is not None:
+        return fail(group, seen, now, problem)
     if now - group.since > LAUNCH_S:
         return fail(group, seen, now, launch_timeout(now))
     await_step = max(group.best_step or 0, group.restore.step) + 1

@@ -17,7 +17,11 @@ from pathlib import Path
 
 
 class CannotPrepare(Exception):
-    """The working directory cannot be made; the message says why and what to do."""
+    """The working directory cannot be made here and now; the message says why and what to do."""
+
+
+class UnusableBundle(CannotPrepare):
+    """Nor can it anywhere else: it is the code that must change."""
 
 
 def local_path(url: str) -> Path | None:
@@ -28,7 +32,7 @@ def local_path(url: str) -> Path | None:
 
 
 def prepare(storage_url: str, job_id: str, bundle_url: str | None) -> Path:
-    """Make (or find) the working directory. Raises CannotPrepare."""
+    """Make (or find) the working directory. Raises CannotPrepare, UnusableBundle."""
     home = local_path(storage_url) or Path(tempfile.gettempdir()) / "keepstep" / job_id
     work = home / "work"
     try:
@@ -46,11 +50,13 @@ def prepare(storage_url: str, job_id: str, bundle_url: str | None) -> Path:
             finally:
                 shutil.rmtree(fresh, ignore_errors=True)
         (home / "saved").mkdir(exist_ok=True)
-    except (OSError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+        raise UnusableBundle(f"working directory {work} cannot be made: {error}") from error
+    except OSError as error:
         raise CannotPrepare(f"working directory {work} cannot be made: {error}") from error
     for name in ("workers", "workers.py"):
         if (work / name).exists():
-            raise CannotPrepare(f"the bundle holds {name!r}, which hides KeepStep's own package `workers` from the script; rename it")
+            raise UnusableBundle(f"the bundle holds {name!r}, which hides KeepStep's own package `workers` from the script; rename it")
     return work
 
 

@@ -29,7 +29,7 @@ from tests.workers.make import (
 )
 from workers.failing import LAUNCH_S
 from workers.group import AGENT_LOST_S, AGENT_RETURN_S, AgentSeen, Doing, Group, Launch, ReadCatalog, Seen, Stage, StopRanks, new_group
-from workers.messages import FailureClass, Outcome, RestoreOrder, Source, Unfit
+from workers.messages import Outcome, RestoreOrder, Source, Unfit
 from workers.restart import PLACING_S, decide
 
 SILENT = AgentSeen(1, None, NOW - 10)
@@ -81,15 +81,6 @@ def warming(since: float = NOW - 10, **changes: Any) -> Group:
         pytest.param(
             warming(NOW - 601), look(status(0), status(1, ready=False)), Doing.CLOSING, STOP, "StartTimeout", NOW + 1, id="never warm"
         ),
-        pytest.param(
-            warming(),
-            look(status(0), status(1, ready=False, problem="no torch")),
-            Doing.CLOSING,
-            STOP,
-            "UserError",
-            NOW + 1,
-            id="cannot start",
-        ),
         pytest.param(warming(), look(status(0), SILENT), Doing.WARMING, (), "Warming", NOW + 1, id="no word yet"),
         pytest.param(
             group(Doing.LOCATING),
@@ -114,18 +105,6 @@ def test_until_all_is_in_place(before: Group, seen: Seen, doing: Doing, actions:
 def test_outcome_of_a_group_that_cannot_be_placed() -> None:
     decision = decide(group(Doing.PLACING, NOW - PLACING_S - 1), look(status(0), SILENT), NOW)
     assert (decision.group.outcome, decision.group.message) == (Outcome.LOST, "agents [1] did not answer within 120 s")
-
-
-def test_a_node_that_cannot_start_the_command_is_a_user_error_with_an_incident() -> None:
-    group = decide(warming(), look(status(0), status(1, problem="no module torch")), NOW).group
-    incident = group.incidents[-1]
-    assert (group.outcome, group.message) == (Outcome.FAILED, "node 1 cannot start the command: no module torch")
-    assert (incident.cause, incident.kind, incident.action) == ("cannot_start", FailureClass.USER, "stop")
-
-
-def test_a_node_that_never_gets_warm_is_a_start_timeout() -> None:
-    group = decide(warming(NOW - 601), look(status(0), status(1, ready=False)), NOW).group
-    assert (group.outcome, group.incidents[-1].cause, group.incidents[-1].kind) == (Outcome.FAILED, "start_timeout", FailureClass.UNKNOWN)
 
 
 @pytest.mark.parametrize(
@@ -406,7 +385,7 @@ def test_first_generation_of_a_later_attempt_counts_on() -> None:
         ),
         (look(status(0), DIED), NOW - 1, Doing.STOPPING, (StopRanks(NEXT),), "Failure", "agent_lost"),
         (look(status(0), status(1, incarnation="other")), NOW - 1, Doing.STOPPING, (StopRanks(NEXT),), "Failure", "agent_lost"),
-        (look(status(0), status(1, problem="gone")), NOW - 1, Doing.CLOSING, (StopRanks(NEXT),), "UserError", "cannot_start"),
+        (look(status(0), status(1, problem="gone")), NOW - 1, Doing.STOPPING, (StopRanks(NEXT),), "Failure", "cannot_start"),
         (look(status(0), status(1)), NOW - LAUNCH_S - 1, Doing.STOPPING, (StopRanks(NEXT),), "Failure", "launch_timeout"),
         (look(status(0), AgentSeen(1, status(1), NOW - 2)), NOW - 3, Doing.LAUNCHING, launch(MEMORY_40), "Launching", None),
         (

@@ -12,7 +12,7 @@ import pytest
 
 from workers import workdir
 from workers.checkpoint.storage import open_folder
-from workers.workdir import CannotPrepare, local_path, prepare, saved_folder
+from workers.workdir import CannotPrepare, UnusableBundle, local_path, prepare, saved_folder
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_the_node_that_is_second_takes_the_directory_of_the_first(storage: Path,
 
 @pytest.mark.parametrize("name", ["workers/__init__.py", "workers.py", "workers/deep/x.txt"])
 def test_code_that_hides_our_package_is_refused(storage: Path, tmp_path: Path, name: str) -> None:
-    with pytest.raises(CannotPrepare, match=r"hides KeepStep's own package `workers`.*rename it"):
+    with pytest.raises(UnusableBundle, match=r"hides KeepStep's own package `workers`.*rename it"):
         prepare(str(storage), "job-x", bundle(tmp_path / "code.zip", {"train.py": "", name: ""}))
 
 
@@ -120,7 +120,7 @@ def test_other_names_are_free(storage: Path, tmp_path: Path, name: str) -> None:
 
 def test_a_bundle_that_is_no_zip(storage: Path, tmp_path: Path) -> None:
     (tmp_path / "code.zip").write_bytes(b"not a zip")
-    with pytest.raises(CannotPrepare, match=r"work cannot be made: File is not a zip file"):
+    with pytest.raises(UnusableBundle, match=r"work cannot be made: File is not a zip file"):
         prepare(str(storage), "job-x", str(tmp_path / "code.zip"))
     assert list(storage.iterdir()) == []
 
@@ -149,8 +149,9 @@ def test_a_bundle_that_comes_back_whole_is_taken_at_the_next_try(storage: Path, 
 
 def test_a_path_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CannotPrepare, match="cannot be made"):
+    with pytest.raises(CannotPrepare, match="cannot be made") as caught:
         prepare(str(tmp_path / "file" / "job-x"), "job-x", None)
+    assert not isinstance(caught.value, UnusableBundle)
 
 
 def test_entries_stay_below_the_directory(storage: Path, tmp_path: Path) -> None:
