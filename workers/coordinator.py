@@ -18,6 +18,7 @@ from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
 from workers.agent import StaleLeader
 from workers.agents import NodeGone, address_of, make_agent
+from workers.checkpoint.background import in_thread
 from workers.clocks import Offset, on_our_clock
 from workers.group import (
     REPEAT_S,
@@ -51,6 +52,7 @@ from workers.steady import SteadyClock
 _log = logging.getLogger(__name__)
 
 POLL_S = 3.0  # an agent that does not answer a poll for this long is missing
+ASK_S = 2.0  # for an answer of Ray
 ORDER_S = 60.0
 LONG_ORDERS = frozenset({"write_share", "stage", "copy_slots", "guard_copies", "try_restore"})  # bound by storage or size, not by us
 
@@ -208,6 +210,7 @@ class Coordinator:
                 if not isinstance(error, RayActorError):
                     _log.warning("agent %s cannot answer: %s", index, error)
                 self._missed(index, died=False)
+                await self._look_for_node(index)
                 await asyncio.sleep(0.1)
 
     async def _replace_agent(self, index: int) -> None:
@@ -224,12 +227,17 @@ class Coordinator:
         await asyncio.sleep(0.05)
 
     async def _look_for_node(self, index: int) -> None:
-        """An agent that was asked for on a node whose end was not known yet will never answer."""
-        with contextlib.suppress(Exception):
-            try:
-                await asyncio.to_thread(address_of, self.spec, index)
-            except NodeGone:
-                self._lost(index)
+        """Ray is asked before silence counts as death. An agent on a node that has ended will never answer."""
+        alive = False
+        try:
+            await in_thread(address_of, self.spec, index, limit_s=ASK_S)
+            alive = True
+        except NodeGone:
+            self._lost(index)
+        except Exception as error:
+            _log.warning("Ray cannot tell of node %s, so its agent's silence counts alone: %s", index, error)
+        if self.seen[index].missing_since is not None:
+            self.seen[index] = replace(self.seen[index], alive=alive)
 
     def _lost(self, index: int) -> None:
         self.seen[index] = replace(self.seen[index], node_lost=True)

@@ -24,7 +24,8 @@ from workers.messages import (
     RestoreOrder,
 )
 
-AGENT_LOST_S = 3.0  # heartbeats missed for this long: the agent is missing
+AGENT_LOST_S = 3.0  # heartbeats missed for this long: the agent is gone
+AGENT_PAUSED_S = 15.0  # but so long where Ray knows of no death: its ranks train on while it pauses
 AGENT_RETURN_S = 45.0  # the coordinator makes a new agent within this time, else its node counts as lost
 REPEAT_S = 1.0  # how often an action is repeated until its effect is seen
 KEPT_EVENTS = 200
@@ -209,13 +210,15 @@ def new_group(spec: GroupSpec, now: float) -> Group:
 @dataclass(frozen=True)
 class AgentSeen:
     """One agent as the coordinator sees it. ``missing_since`` is set while it does not answer; ``died``: its process
-    ended, says Ray; ``node_lost``: so did its node; ``heard_at``: when the status came."""
+    ended, says Ray; ``node_lost``: so did its node; ``alive``: asked since it is missing, Ray knew of neither; ``heard_at``: when the
+    status came."""
 
     index: int
     status: AgentStatus | None
     missing_since: float | None = None
     died: bool = False
     node_lost: bool = False
+    alive: bool = False
     heard_at: float | None = None
 
 
@@ -311,8 +314,12 @@ class Decision:
 
 
 def gone_agents(seen: Seen, now: float) -> list[AgentSeen]:
-    """Agents whose process ended, or that missed their heartbeats for too long."""
-    return [a for a in seen.agents if a.died or (a.missing_since is not None and now - a.missing_since >= AGENT_LOST_S)]
+    """Agents whose process or node ended, or that missed their heartbeats for too long."""
+    return [a for a in seen.agents if a.died or a.node_lost or _silent(a, now)]
+
+
+def _silent(agent: AgentSeen, now: float) -> bool:
+    return agent.missing_since is not None and now - agent.missing_since >= (AGENT_PAUSED_S if agent.alive else AGENT_LOST_S)
 
 
 def ranks_of(group: Group, seen: Seen) -> tuple[RankReport, ...]:

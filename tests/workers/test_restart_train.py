@@ -34,6 +34,7 @@ from tests.workers.make import (
 )
 from workers.group import (
     AGENT_LOST_S,
+    AGENT_PAUSED_S,
     AgentSeen,
     Doing,
     Group,
@@ -46,8 +47,8 @@ from workers.messages import FailureClass, GroupPhase, RankReport, RestoreOrder,
 from workers.restart import CULPRIT_S, STACKS_S, decide
 
 
-def missing(seconds: float) -> Seen:
-    return look(status(0, rank(0)), AgentSeen(1, status(1, rank(1)), NOW - seconds))
+def missing(seconds: float, **changes: Any) -> Seen:
+    return look(status(0, rank(0)), AgentSeen(1, status(1, rank(1)), NOW - seconds, **changes))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,10 @@ def missing(seconds: float) -> Seen:
         pytest.param(look(status(0, rank(0)), DIED), Doing.STOPPING, STOP, "Failure", id="an agent died"),
         pytest.param(look(status(0, rank(0)), status(1, incarnation="new")), Doing.STOPPING, STOP, "Failure", id="an agent was replaced"),
         pytest.param(missing(AGENT_LOST_S - 0.1), Doing.TRAINING, (), "Training", id="an agent missed some beats"),
-        pytest.param(missing(AGENT_LOST_S), Doing.STOPPING, STOP, "Failure", id="an agent missed too many beats"),
+        pytest.param(missing(AGENT_LOST_S), Doing.STOPPING, STOP, "Failure", id="an agent missed too many beats, Ray cannot tell why"),
+        pytest.param(missing(6, alive=True), Doing.TRAINING, (), "Training", id="Ray knows of no death: it pauses"),
+        pytest.param(missing(AGENT_PAUSED_S, alive=True), Doing.STOPPING, STOP, "Failure", id="for too long"),
+        pytest.param(missing(0.1, node_lost=True), Doing.STOPPING, STOP, "Failure", id="its node has ended, says Ray"),
         pytest.param(
             ranks_seen(rank(0, step_at=NOW - 11), rank(1, step_at=NOW - 11)),
             Doing.TRAINING,
