@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.conftest import Job, Server, kill, wait_for
-from workers.logs import PART_BYTES
+from workers.log_parts import PART_BYTES
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
