@@ -16,6 +16,7 @@ from orchestrator.adapters.storage.checkpoints import StoredCheckpoints
 from orchestrator.adapters.storage.logs import LogStore
 from orchestrator.clock import SystemClock
 from orchestrator.core.group_spec import Roots, storage_url
+from orchestrator.core.lifecycle import taken_down
 from orchestrator.core.model import Job
 from orchestrator.ports import Clock, Groups, Nodes, Store, Unavailable
 from orchestrator.reconciler import Reconciler
@@ -116,8 +117,30 @@ def _leave(disconnect: Callable[[], None]) -> None:
         log.warning("not disconnected: %s", error)
 
 
-def end_cluster(settings: Settings) -> bool:
-    """End the embedded cluster of the state folder with all that runs in it; False when there was none."""
+def end_cluster(settings: Settings) -> tuple[bool, list[Job]]:
+    """End the embedded cluster of the state folder: whether there was one, and the jobs that ran in it. No server may be running."""
     from orchestrator.adapters.ray import daemon
 
-    return daemon.stop(settings.state_dir)
+    jobs = [] if daemon.find(settings.state_dir) is None else _take_down(settings)
+    return daemon.stop(settings.state_dir), jobs
+
+
+def _take_down(settings: Settings) -> list[Job]:
+    """Told before it is done: what the next server finds missing is then no failure of its nodes."""
+    from orchestrator.adapters.db.engine import open_engine
+    from orchestrator.adapters.db.store import SqlStore
+
+    try:
+        store = SqlStore(open_engine(settings.database_url))
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    try:
+        jobs, attempts = store.open_jobs()
+        now = SystemClock().now()
+        steps = [step for job in jobs if (step := taken_down(job, attempts.get(job.id), now)) is not None]
+        return [store.save_step(step) for step in steps]
+    except Unavailable as error:
+        log.warning("what ran could not be noted, so its end will count as a loss: %s", error)
+        return []
+    finally:
+        store.close()

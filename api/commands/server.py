@@ -59,11 +59,13 @@ def down(as_json: AsJson = False, state_dir: StateDir = None) -> None:
     """End the server of the state folder and its Ray cluster, with all jobs that run in it."""
     chosen = settings.load(state_dir)
     ended_server = _end_server(chosen)
-    ended_cluster = bootstrap.end_cluster(chosen)
+    ended_cluster, jobs = bootstrap.end_cluster(chosen)
     if as_json:
-        show.as_json({"server": ended_server, "cluster": ended_cluster})
+        show.as_json({"server": ended_server, "cluster": ended_cluster, "jobs": [job.id for job in jobs]})
     elif ended_server or ended_cluster:
         print(f"ended: {' and '.join(['server'] * ended_server + ['cluster'] * ended_cluster)}")
+        for job in jobs:
+            show.remark(f"{job.id} ({job.name}) still ran; the next `keepstep up` starts it again from its newest checkpoint")
     else:
         print(f"nothing runs on the state folder {chosen.state_dir}")
 

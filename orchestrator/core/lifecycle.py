@@ -108,6 +108,18 @@ def wait(job: Job, attempt: Attempt | None, waiting: Waiting, now: float) -> Job
     return d.step()
 
 
+def taken_down(job: Job, attempt: Attempt | None, now: float) -> JobStep | None:
+    """A group that is ended with its cluster because somebody wants it so: no failure, and no budget pays. None: nothing is to be told."""
+    if attempt is None or attempt.state is not AttemptState.ACTIVE or job.desired is not Desired.RUN:
+        return None
+    d = Decision(job, attempt, now)
+    text = "its cluster is ended by `keepstep down`; it goes on after the next `keepstep up`"
+    d.attempt_is(AttemptState.REMOVING, outcome=Outcome.LOST, reason=str(Reason.TAKEN_DOWN), message=text, ended_at=now)
+    d.job_is(JobState.RECOVERING, Reason.TAKEN_DOWN, text)
+    d.learn(saving=None)
+    return d.step()
+
+
 def _without_group(d: Decision) -> None:
     limit = _run_limit(d.job)
     if d.job.state.final:

@@ -33,7 +33,7 @@ def learn(d: Decision, report: GroupReport) -> None:
         started_at=d.attempt.started_at or report.started_at,
     )
     d.learn(
-        step=report.step if report.step is not None else d.job.step,
+        step=next((step for step in (report.step, report.resumed_step) if step is not None), d.job.step),
         best_step=newest(d.job.best_step, report.best_step),
         metrics=report.metrics or d.job.metrics,
         saving=report.saving,

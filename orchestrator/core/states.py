@@ -79,6 +79,7 @@ class Reason(StrEnum):
     RECOVERING = "Recovering"
     GROUP_LOST = "GroupLost"
     NOT_REMOVED = "NotRemoved"  # its attempt has an outcome, but something of it is still there
+    TAKEN_DOWN = "TakenDown"  # the cluster was ended on purpose, its groups with it
     UNREACHABLE = "Unreachable"
     CANCEL_REQUESTED = "CancelRequested"
     CANCELLED = "Cancelled"

@@ -15,7 +15,10 @@ import httpx
 import psutil
 import pytest
 
+from orchestrator.adapters.db.engine import open_engine
+from orchestrator.adapters.db.store import SqlStore
 from orchestrator.adapters.ray import daemon
+from orchestrator.core.states import JobState
 from workers.processes import CLUSTER_MARK
 
 pytestmark = pytest.mark.cluster
@@ -94,8 +97,15 @@ def test_server_stops_and_comes_back_while_a_job_goes_on_and_down_leaves_nothing
 
     cluster = json.loads((state / "cluster.json").read_text())
     assert marked(cluster["id"])
-    assert keepstep(environment, "down").stdout == "ended: server and cluster\n"
+    down = keepstep(environment, "down")
+    assert down.stdout == "ended: server and cluster\n"
+    assert f"{job_id} (counts) still ran" in down.stderr
     second.communicate(timeout=20)
+    store = SqlStore(open_engine(f"sqlite:///{state}/keepstep.db"))
+    kept = store.job(job_id)
+    assert kept is not None
+    assert (kept.state, kept.reason, kept.failures) == (JobState.RECOVERING, "TakenDown", ())
+    store.close()
     assert marked(cluster["id"]) == []
     assert not Path(cluster["temp_dir"]).exists()
     assert not daemon.shared_memory(cluster["id"]).exists()

@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.core.actions import Action, CreateGroup, EndGroup, JobStep, RemoveGroup
 from orchestrator.core.group_spec import group_spec
-from orchestrator.core.lifecycle import ABSENT_S, END_MARGIN_S, START_MARGIN_S, decide, place
+from orchestrator.core.lifecycle import ABSENT_S, END_MARGIN_S, START_MARGIN_S, decide, place, taken_down
 from orchestrator.core.model import Attempt, GroupView, Job
 from orchestrator.core.scheduling import Placement
 from orchestrator.core.states import AttemptState as A
@@ -177,6 +177,30 @@ def test_an_incident_closes_also_when_its_successor_trained_unseen() -> None:
     step = look(before, attempt(A.PLANNED, number=2), view)
     (closed,) = step.incidents
     assert (step.job.open_incidents, closed.attempt, closed.recovered_at, closed.lost_steps) == ((), 1, NOW - 60, 2)
+
+
+def test_a_cluster_that_is_ended_on_purpose_costs_a_job_nothing() -> None:
+    step = taken_down(running(best_step=40), attempt(A.ACTIVE), NOW)
+    assert step is not None
+    assert short(step) == (S.RECOVERING, "TakenDown", A.REMOVING)
+    again = look(step.job, step.attempt, ABSENT, removed=True)
+    assert short(again) == (S.PENDING, "GroupLost", A.ENDED)
+    assert (again.job.failures, again.job.open_incidents, again.job.stalled, step.incidents) == ((), (), 0, ())
+
+
+@pytest.mark.parametrize(
+    ("before", "last"),
+    [(job(S.PENDING), None), (ASKED, attempt(A.ENDING)), (RUNNING, attempt(A.REMOVING)), (job(S.STARTING, attempt=1), attempt(A.PLANNED))],
+)
+def test_what_does_not_run_is_not_taken_down(before: Job, last: Attempt | None) -> None:
+    assert taken_down(before, last, NOW) is None
+
+
+def test_a_step_is_what_the_restored_state_has_until_there_is_a_newer_one() -> None:
+    before, now_at = running(step=150, best_step=160), attempt(A.ACTIVE)
+    restored = look(before, now_at, seen(GroupPhase.RECOVERING, step=None, resumed_step=100, best_step=160)).job
+    assert (restored.step, restored.best_step) == (100, 160)
+    assert look(before, now_at, seen(GroupPhase.WARMING, step=None, resumed_step=None)).job.step == 150
 
 
 def test_what_a_lost_attempt_had_not_recovered_from_is_closed_with_it() -> None:
