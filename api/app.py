@@ -15,7 +15,7 @@ from pydantic.json_schema import models_json_schema
 from api import errors
 from api.auth import BearerToken
 from api.context import Context
-from api.routes import bundles, checkpoints, health, history, jobs, logs, nodes
+from api.routes import bundles, checkpoints, health, history, jobs, logs, metrics, nodes
 
 PREFIX = "/api/v1"
 ABOUT = """Runs training jobs on a cluster and keeps them in step when processes, GPUs and nodes fail.
@@ -31,6 +31,7 @@ def create_app(context: Context, token: str) -> FastAPI:
     errors.install(app)
     app.add_middleware(BearerToken, token=token)
     app.include_router(health.router)
+    app.include_router(metrics.router)
     for router in (jobs.router, history.router, checkpoints.router, logs.router, nodes.router, bundles.router):
         app.include_router(router, prefix=PREFIX, responses=errors.documented())
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]

@@ -10,19 +10,22 @@ from fastapi import Depends, Path, Query, Request
 
 from orchestrator.adapters.storage.bundles import Bundles
 from orchestrator.adapters.storage.logs import LogStore
+from orchestrator.core.figures import Figures
 from orchestrator.core.model import Job
+from orchestrator.reconciler import Work
 from orchestrator.service import Service
 
 
 @dataclass(frozen=True)
 class Context:
-    """``last_pass_at``: Unix time when the reconciler last finished a pass; None: not yet. ``ping``: raises Unavailable."""
+    """``ping`` and ``figures`` raise Unavailable; ``work`` is that of the reconciler."""
 
     service: Service
     bundles: Bundles
     logs_of: Callable[[Job], LogStore]
     ping: Callable[[], None]
-    last_pass_at: Callable[[], float | None]
+    work: Callable[[], Work]
+    figures: Callable[[], Figures]
     now: Callable[[], float]
 
 

@@ -74,7 +74,7 @@ def context_of(control: Control) -> Context:
     """What the routes need of a control plane."""
     return Context(
         service=control.service, bundles=control.bundles, logs_of=control.logs_of, ping=control.store.ping,
-        last_pass_at=lambda: control.reconciler.last_pass_at, now=control.clock.now,
+        work=lambda: control.reconciler.work, figures=control.store.figures, now=control.clock.now,
     )  # fmt: skip
 
 

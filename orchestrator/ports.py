@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from orchestrator.core.actions import JobStep
+from orchestrator.core.figures import Figures
 from orchestrator.core.model import Attempt, Checkpoint, Event, GroupView, Job, Node
 from workers.messages import CheckpointCheck, GroupSpec, Incident
 
@@ -139,6 +140,10 @@ class Store(Protocol):
 
     def save_pin(self, job_id: str, url: str, at: float | None) -> None:
         """Since when (Unix seconds) a checkpoint is pinned; None: it is not."""
+        ...
+
+    def figures(self) -> Figures:
+        """Counts over all jobs."""
         ...
 
     def ping(self) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from orchestrator.core.actions import JobStep, Plan
 from orchestrator.core.group_spec import Roots
@@ -29,6 +31,17 @@ DATABASE_S = 1.0  # after a pass that the database refused
 THREADS = 16  # half of the calls that the way to Ray has room for, so that looking is never shut out by doing
 
 
+@dataclass(frozen=True)
+class Work:
+    """What a reconciler has done since its start. ``refused``: passes that ended because the database did not answer."""
+
+    passes: int
+    seconds: float
+    refused: int
+    errors: int
+    last_pass_at: float | None
+
+
 class Reconciler:
     """``wake`` may be set by anyone to have the next pass at once."""
 
@@ -42,12 +55,17 @@ class Reconciler:
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
         self._errors = 0
+        self._passes, self._seconds, self._refused = 0, 0.0, 0
         self.last_pass_at: float | None = None  # Unix seconds: when the newest pass had saved all that it decided
 
     @property
     def errors(self) -> int:
         """Steps and actions that failed in a way that nobody foresaw, since the start."""
         return self._errors + self._executor.errors
+
+    @property
+    def work(self) -> Work:
+        return Work(self._passes, self._seconds, self._refused, self.errors, self.last_pass_at)
 
     def start(self) -> None:
         """Runs passes in a thread until ``stop``."""
@@ -97,9 +115,13 @@ class Reconciler:
     def _run(self) -> None:
         while not self._stopping.is_set():
             self._wake.clear()
+            began = time.perf_counter()
             try:
                 pause = self.once()
+                self._passes += 1
+                self._seconds += time.perf_counter() - began
             except Unavailable as error:
+                self._refused += 1
                 _log.warning("pass not finished: %s", error)
                 pause = DATABASE_S
             except Exception:

@@ -18,9 +18,11 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from orchestrator.adapters.db import cursors
 from orchestrator.adapters.db.engine import reading, writing
+from orchestrator.adapters.db.figures import figures
 from orchestrator.adapters.db.rows import clean, row, value
 from orchestrator.adapters.db.tables import ATTEMPTS, CHECKPOINTS, EVENTS, IDEMPOTENCY_KEYS, INCIDENTS, JOBS, LABELS
 from orchestrator.core.actions import JobStep
+from orchestrator.core.figures import Figures
 from orchestrator.core.model import Attempt, Checkpoint, Event, Job
 from orchestrator.core.states import FINAL, AttemptState, JobState
 from orchestrator.ports import Conflict, KeyReused
@@ -215,6 +217,9 @@ class SqlStore:
         with reading(self._engine) as connection:
             found = connection.execute(query).all()
         return _page(kind, cls, table, found, limit, lambda columns: (columns["id"],))
+
+    def figures(self) -> Figures:
+        return figures(self._engine)
 
     def ping(self) -> None:
         """Raises Unavailable, also where the schema is missing."""
