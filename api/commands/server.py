@@ -1,4 +1,4 @@
-"""up, down, db upgrade, demo."""
+"""up, down, db upgrade, doctor, demo."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import time
+from dataclasses import asdict
 from typing import Annotated
 
 import psutil
@@ -15,6 +16,7 @@ from api import server_record
 from api.commands import show
 from api.commands.options import AsJson, StateDir
 from orchestrator import bootstrap, settings
+from orchestrator.doctor import examine
 
 STOP_S = 15.0
 db = typer.Typer(help="The database.", no_args_is_help=True)
@@ -99,6 +101,20 @@ def db_upgrade(as_json: AsJson = False, state_dir: StateDir = None) -> None:
         show.as_json({"upgraded_to": revision})
     else:
         print("the database was up to date" if revision is None else f"upgraded to {revision}")
+
+
+def doctor(as_json: AsJson = False, state_dir: StateDir = None) -> None:
+    """Check what a server on this machine needs: versions, database, cluster, storage, memory, port, clocks. Exit code 1: a problem."""
+    findings = examine(settings.load(state_dir))
+    if as_json:
+        show.items_as_json(asdict(finding) for finding in findings)
+    else:
+        show.table(("CHECK", "", "FOUND"), ((f.name, "ok" if f.ok else "PROBLEM", f.detail) for f in findings))
+        for finding in findings:
+            if finding.remedy is not None:
+                show.remark(f"{finding.name}: {finding.remedy}")
+    if not all(finding.ok for finding in findings):
+        raise typer.Exit(1)
 
 
 def demo() -> None:

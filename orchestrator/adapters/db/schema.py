@@ -13,7 +13,7 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, Engine, delete, insert, select, text
 
-from orchestrator.adapters.db.engine import writing
+from orchestrator.adapters.db.engine import reading, writing
 from orchestrator.adapters.db.tables import META
 
 _PACKAGE = Path(__file__).parents[2]
@@ -24,10 +24,17 @@ class SchemaTooNew(Exception):
     """The database was upgraded by a newer KeepStep; this one would misread it."""
 
 
+def pending(engine: Engine) -> list[str]:
+    """Revisions that ``upgrade`` would run, oldest first. Raises Unavailable."""
+    scripts = ScriptDirectory.from_config(_config())
+    with reading(engine) as connection:
+        current = MigrationContext.configure(connection).get_current_revision()
+    return [script.revision for script in scripts.iterate_revisions("head", current)][::-1]
+
+
 def upgrade(engine: Engine) -> str | None:
     """Runs the missing revisions. Returns the new revision, None when there was nothing to do. Raises SchemaTooNew, Unavailable."""
-    config = Config()
-    config.set_main_option("script_location", str(_migrations()).replace("%", "%%"))
+    config = _config()
     scripts = ScriptDirectory.from_config(config)
     head = scripts.get_current_head()
     with writing(engine) as connection:
@@ -47,6 +54,12 @@ def upgrade(engine: Engine) -> str | None:
         connection.execute(delete(META).where(META.c.key == "upgraded_by"))
         connection.execute(insert(META).values(key="upgraded_by", value=version("keepstep")))
     return head
+
+
+def _config() -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(_migrations()).replace("%", "%%"))
+    return config
 
 
 def _migrations() -> Path:
