@@ -28,7 +28,7 @@ no answer."""
 app = typer.Typer(help=HELP, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
 COMMANDS: list[Callable[..., None]] = [
     server.up, server.down, jobs.submit, jobs.plan, jobs.ls, jobs.get, watch.logs, watch.events, watch.incidents, checkpoints.checkpoints,
-    watch.attempts, watch.ranks, jobs.cancel, jobs.wait, jobs.drill, cluster.nodes, server.doctor, server.demo,
+    watch.attempts, watch.ranks, jobs.cancel, jobs.delete, jobs.wait, jobs.drill, cluster.nodes, server.doctor, server.demo,
 ]  # fmt: skip
 for command in COMMANDS:
     app.command()(command)

@@ -81,6 +81,9 @@ class Client:
         tries = TRIES if key else 1
         return self._send("POST", path, content=json.dumps(body or {}).encode(), headers=headers, tries=tries, **options).json()
 
+    def delete(self, path: str) -> None:
+        self._send("DELETE", path, tries=1, timeout=300.0)
+
     def submit(self, spec: dict[str, Any]) -> Any:
         return self.post("/jobs", spec, key=uuid.uuid4().hex)
 
@@ -151,7 +154,7 @@ class Client:
                     response = self._http.request(method, PREFIX + path, **request)
             except ServerDown as error:
                 arrived = arrived or not error.nothing_listens
-                if last and arrived and method == "POST":
+                if last and arrived and method in ("POST", "DELETE"):
                     raise ServerDown(f"{error.what}; it may have done what was asked, look with `keepstep ls`", False) from error
                 if last or not arrived:
                     raise

@@ -52,7 +52,11 @@ def assemble(store: Store, groups: Groups, nodes: Nodes, clock: Clock, storage: 
     """The parts over given ports; starts nothing. ``wake``: set by anyone to have the reconciler's next pass at once."""
     places = roots(storage)
     bundles = Bundles(places.bundles)
-    service = Service(store, groups, nodes, clock, wake, bundle_exists=bundles.exists, stored=StoredCheckpoints())
+
+    def folder_of(job: Job) -> str:
+        return storage_url(job.id, job.spec, places)
+
+    service = Service(store, groups, nodes, clock, wake, bundle_exists=bundles.exists, stored=StoredCheckpoints(), folder_of=folder_of)
     return Control(service, Reconciler(store, groups, nodes, clock, places, wake), store, bundles, places, clock)
 
 

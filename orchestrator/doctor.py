@@ -128,9 +128,7 @@ def _cluster(settings: Settings) -> str:
         with socket.create_connection((host, int(port)), CONNECT_S):
             return f"{address} takes connections"
     except (OSError, ValueError) as error:
-        raise Problem(
-            f"nothing answers at {address}: {error}", "start Ray there, or set KEEPSTEP_RAY_ADDRESS to its head"
-        ) from error
+        raise Problem(f"nothing answers at {address}: {error}", "start Ray there, or set KEEPSTEP_RAY_ADDRESS to its head") from error
 
 
 def _storage(settings: Settings) -> str:
@@ -176,9 +174,7 @@ def _server(settings: Settings) -> str:
         answer = httpx.get(f"{address}/readyz", timeout=CONNECT_S, trust_env=False)
         told = str(answer.json()["detail"])
     except (httpx.HTTPError, ValueError, KeyError) as error:
-        raise Problem(
-            f"{address} does not answer: {error}", "see server.log; `keepstep up` starts a new one if it is gone"
-        ) from error
+        raise Problem(f"{address} does not answer: {error}", "see server.log; `keepstep up` starts a new one if it is gone") from error
     if answer.status_code != httpx.codes.OK:
         raise Problem(f"{address} is not ready: {told}", "see server.log")
     return f"{address} is ready: {told}"

@@ -81,6 +81,10 @@ class Checkpoints(Protocol):
         """All of it. Raises ValueError where its manifest cannot be read."""
         ...
 
+    def remove_folder(self, url: str) -> None:
+        """A job's folder with everything in it: checkpoints, logs, working directory. One that is gone is fine."""
+        ...
+
 
 class Nodes(Protocol):
     def nodes(self) -> tuple[Node, ...]:
@@ -136,6 +140,14 @@ class Store(Protocol):
 
     def save_check(self, job_id: str, check: CheckpointCheck) -> None:
         """What reading a checkpoint has shown; an older reading than the one that is known changes nothing."""
+        ...
+
+    def pinned(self, job_id: str) -> list[int]:
+        """Steps of its pinned checkpoints."""
+        ...
+
+    def delete_job(self, job_id: str) -> None:
+        """The job with all that belongs to it; one that is gone is fine."""
         ...
 
     def save_pin(self, job_id: str, url: str, at: float | None) -> None:

@@ -16,7 +16,7 @@ from orchestrator.core.lifecycle import waiting_since
 from orchestrator.core.model import Attempt, Checkpoint, Event, Job, Node
 from orchestrator.core.scheduling import Placement, Waiting, rooms, schedule
 from orchestrator.core.spec import JOB_ID, JobSpec
-from orchestrator.core.states import Desired, JobState, Reason
+from orchestrator.core.states import AttemptState, Desired, JobState, Reason
 from orchestrator.observer import Observer
 from orchestrator.ports import Archive, Checkpoints, Clock, Conflict, Groups, Nodes, Store
 from workers.messages import CheckpointCheck, Incident, RankReport
@@ -42,7 +42,7 @@ class Refused(Exception):
 
 
 class Service:
-    """``bundle_exists`` tells whether a bundle (sha256) was uploaded; ``stored`` reads checkpoints;
+    """``bundle_exists`` tells whether a bundle (sha256) was uploaded; ``stored`` reads checkpoints; ``folder_of``: URL of a job's own folder;
     ``wake`` makes the reconciler look at once."""
 
     def __init__(
@@ -55,12 +55,14 @@ class Service:
         *,
         bundle_exists: Callable[[str], bool],
         stored: Checkpoints,
+        folder_of: Callable[[Job], str],
         new_id: Callable[[], str] | None = None,
     ) -> None:
         self._store, self._groups, self._nodes, self._clock, self._wake = store, groups, nodes, clock, wake
         self._observer = Observer(store, groups, nodes)
         self._bundle_exists = bundle_exists
         self._stored = stored
+        self._folder_of = folder_of
         self._new_id = new_id or new_job_id
 
     def submit(self, spec: JobSpec, idempotency_key: str | None, body_hash: str) -> tuple[Job, bool]:
@@ -117,6 +119,28 @@ class Service:
             self._wake.set()
             return saved
         raise Conflict(f"job {ref} changed all the time")
+
+    def delete(self, job_id: str) -> None:
+        """Removes an ended job with its checkpoints, logs and history. Storage goes first: what a failure leaves can be deleted again.
+
+        Raises NotFound, Refused ``id_needed``, ``job_not_final``, ``job_not_removed``, ``checkpoint_pinned``.
+        """
+        if not JOB_ID.fullmatch(job_id):
+            raise Refused("id_needed", f"{job_id!r} is no job id; what cannot be undone takes an id, `keepstep ls` shows it")
+        job = self.job(job_id)
+        if not job.state.final:
+            raise Refused("job_not_final", f"job {job.id} is {job.state}; cancel it first")
+        attempts = self._store.attempts(job.id)
+        if attempts and attempts[-1].state is not AttemptState.ENDED:
+            raise Refused(
+                "job_not_removed", f"something of attempt {attempts[-1].number} of job {job.id} is still being removed; try again soon"
+            )
+        if steps := self._store.pinned(job.id):
+            raise Refused(
+                "checkpoint_pinned", f"job {job.id} has pinned checkpoints (steps {', '.join(map(str, steps))}); unpin them first"
+            )
+        self._stored.remove_folder(self._folder_of(job))
+        self._store.delete_job(job.id)
 
     def attempts(self, ref: str) -> list[Attempt]:
         """In order."""

@@ -1,4 +1,4 @@
-"""submit, plan, ls, get, cancel, wait, drill."""
+"""submit, plan, ls, get, cancel, delete, wait, drill."""
 
 from __future__ import annotations
 
@@ -109,6 +109,19 @@ def cancel(
         print(f"{found['id']} CANCELLED: {found['message']}")
     else:
         print(f"{found['id']}: cancel requested, the job was {found['state']}")
+
+
+def delete(
+    job: Annotated[str, typer.Argument(metavar="JOB_ID", help="Job id; a name is not enough.")],
+    as_json: AsJson = False,
+    state_dir: StateDir = None,
+) -> None:
+    """Delete an ended job with its checkpoints, logs and history. It cannot be undone."""
+    Client.find(state_dir).delete(ref_path(job))
+    if as_json:
+        show.as_json({"deleted": job})
+    else:
+        print(f"deleted {job}")
 
 
 def wait(

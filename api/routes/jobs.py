@@ -1,4 +1,4 @@
-"""Jobs: submit, plan, list, get, cancel, drill."""
+"""Jobs: submit, plan, list, get, cancel, delete, drill."""
 
 from __future__ import annotations
 
@@ -118,6 +118,13 @@ def job(here: Here, ref: Ref) -> JobOut:
 def cancel(here: Here, ref: Ref, request: Annotated[CancelRequest, Depends(json_body(CancelRequest, required=False))]) -> JobOut:
     """Idempotent; a shorter grace still counts. Ranks get SIGTERM, then SIGKILL after the grace; 409 when the job ended otherwise."""
     return JobOut.of(here.service.cancel(ref, request.grace_s), here.now())
+
+
+@router.delete("/{ref}", status_code=204, summary="Delete a job", responses=documented(404, 409, 422))
+def delete(here: Here, ref: Ref) -> None:
+    """An ended job, by its id: checkpoints, logs and history go with it, and cannot be had back. 409 while it lives or keeps a pinned
+    checkpoint."""
+    here.service.delete(ref)
 
 
 @router.post("/{ref}/drills", summary="Inject a real fault", responses=documented(404, 409, 413, 422), openapi_extra=body(DrillRequest))

@@ -36,6 +36,23 @@ def test_submit_get_list_cancel(server: Running) -> None:
     assert len({event["id"] for event in events}) == len(events)
 
 
+def test_delete_takes_an_ended_job_with_all_that_is_kept_of_it(server: Running) -> None:
+    job = server.submit(name="gone")
+    path = f"/api/v1/jobs/{job['id']}"
+    folder = server.state_dir / "storage" / "jobs" / job["id"]
+    (folder / "logs").mkdir(parents=True)
+    refused = server.http.delete(path)
+    assert (refused.status_code, refused.json()["code"]) == (409, "job_not_final")
+    server.http.post(f"{path}/cancel")
+    server.control.reconciler.once()
+    by_name = server.http.delete("/api/v1/jobs/gone")
+    assert (by_name.status_code, by_name.json()["code"]) == (409, "id_needed")
+    assert server.http.delete(path).status_code == 204
+    assert not folder.exists()
+    assert server.http.get(path).status_code == 404
+    assert server.http.delete(path).status_code == 404
+
+
 def test_cancel_needs_no_body_but_refuses_a_bad_one(server: Running) -> None:
     job = server.submit()
     bad = server.http.post(f"/api/v1/jobs/{job['id']}/cancel", json={"grace_s": "soon", "force": True})

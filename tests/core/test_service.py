@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from sqlalchemy import update
 from orchestrator.adapters.db.store import SqlStore
 from orchestrator.adapters.db.tables import JOBS
 from orchestrator.adapters.storage.checkpoints import StoredCheckpoints
-from orchestrator.core.actions import EndGroup
+from orchestrator.core.actions import EndGroup, JobStep
 from orchestrator.core.model import Job
 from orchestrator.core.scheduling import Placement, Waiting
 from orchestrator.core.spec import JOB_ID
@@ -24,6 +25,7 @@ from orchestrator.service import NotFound, Refused, Service, new_job_id
 from tests.core.make import ROOTS, spec
 from tests.simulation.clock import Dice, SimClock, at_once
 from tests.simulation.cluster import SimCluster
+from workers.messages import CheckpointRecord
 
 TRAIN = {"command": ["train", "20"]}
 
@@ -31,7 +33,7 @@ TRAIN = {"command": ["train", "20"]}
 class Place:
     """A control plane without the thread: each ``look`` is one pass."""
 
-    def __init__(self, store: SqlStore) -> None:
+    def __init__(self, store: SqlStore, folder: Path) -> None:
         self.store, self.clock, self.wake = store, SimClock(), threading.Event()
         self.cluster = SimCluster(self.clock, Dice(1, faults=False), nodes=1)
         self.service = Service(
@@ -42,6 +44,7 @@ class Place:
             self.wake,
             bundle_exists=lambda sha: sha == "a" * 64,
             stored=StoredCheckpoints(),
+            folder_of=lambda job: str(folder / job.id),
         )
         self.loop = Reconciler(store, self.cluster, self.cluster, self.clock, ROOTS, self.wake, submit=at_once)
 
@@ -57,8 +60,8 @@ class Place:
 
 
 @pytest.fixture
-def place(sqlite_store: SqlStore) -> Iterator[Place]:
-    made = Place(sqlite_store)
+def place(sqlite_store: SqlStore, tmp_path: Path) -> Iterator[Place]:
+    made = Place(sqlite_store, tmp_path / "jobs")
     yield made
     made.loop.stop()
 
@@ -131,6 +134,41 @@ def test_a_second_cancel_may_only_shorten_the_grace(place: Place) -> None:
         assert group.end_request.grace_s == used
     told = [e.message for e in place.service.events(job.id, 200, None)[0] if e.reason == "CancelAsked"]
     assert told == ["a user asked to cancel the job", *(f"a user asked to end the job sooner: grace {s} s" for s in (40, 5))]
+
+
+def test_only_an_ended_job_that_keeps_nothing_pinned_is_deleted(place: Place, tmp_path: Path) -> None:
+    other, job = place.submit(), place.submit()
+    folder = tmp_path / "jobs" / job.id
+    (folder / "checkpoints").mkdir(parents=True)
+    assert code(place.service.delete, job.id) == "job_not_final"
+    assert code(place.service.delete, "a") == "id_needed"
+    place.look(40)
+    record = CheckpointRecord(job.id, 1, 0, 20, str(folder / "checkpoints/x"), 1, 1, 1, 1.0, 1.0)
+    known = place.service.job(job.id)
+    place.store.save_step(JobStep(known, None, checkpoints=(record,)))
+    place.store.save_pin(job.id, record.url, 1.0)
+    assert code(place.service.delete, job.id) == "checkpoint_pinned"
+    assert folder.exists()
+    place.store.save_pin(job.id, record.url, None)
+    place.service.delete(job.id)
+    assert not folder.exists()
+    assert code(place.service.job, job.id) == "job_not_found"
+    assert code(place.service.delete, job.id) == "job_not_found"
+    assert place.store.events(job.id, 50, None)[0] == []
+    assert place.service.job(other.id).state is JobState.SUCCEEDED
+
+
+def test_a_job_whose_folder_cannot_be_removed_is_kept(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = place.submit()
+    place.look(40)
+    (tmp_path / "jobs" / job.id).mkdir(parents=True)
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.rmtree", lambda *_, **__: None)
+        with pytest.raises(Unavailable, match="cannot be removed"):
+            place.service.delete(job.id)
+    assert place.service.job(job.id).id == job.id
+    place.service.delete(job.id)
+    assert code(place.service.job, job.id) == "job_not_found"
 
 
 @pytest.mark.parametrize("looks", range(12))

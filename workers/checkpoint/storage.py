@@ -110,6 +110,9 @@ class LocalFolder:
         """The folder with all in it; a name that something else removed meanwhile is fine."""
         shutil.rmtree(self._path, ignore_errors=True)
 
+    def exists(self) -> bool:
+        return self._path.exists()
+
 
 class RemoteFolder:
     """A prefix of an object store or another fsspec file system. A put is atomic there, so no temporary name is used."""
@@ -161,6 +164,10 @@ class RemoteFolder:
         self._fs.invalidate_cache()
         if self._fs.exists(self._path):
             self._fs.rm(self._path, recursive=True)
+
+    def exists(self) -> bool:
+        self._fs.invalidate_cache()
+        return bool(self._fs.exists(self._path))
 
 
 def _why_full(path: Path, error: OSError) -> str | None:

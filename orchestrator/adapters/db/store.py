@@ -206,6 +206,17 @@ class SqlStore:
         with writing(self._engine) as connection:
             connection.execute(update(CHECKPOINTS).where(*mine).values(pinned_at=at))
 
+    def pinned(self, job_id: str) -> list[int]:
+        """Steps of its pinned checkpoints."""
+        mine = (CHECKPOINTS.c.job_id == clean(job_id), CHECKPOINTS.c.pinned_at.is_not(None))
+        with reading(self._engine) as connection:
+            return list(connection.execute(select(CHECKPOINTS.c.step).where(*mine).order_by(CHECKPOINTS.c.step)).scalars())
+
+    def delete_job(self, job_id: str) -> None:
+        """The job with all its rows."""
+        with writing(self._engine) as connection:
+            connection.execute(delete(JOBS).where(JOBS.c.id == clean(job_id)))
+
     def _history(
         self, kind: str, cls: type[T], table: Table, job_id: str, limit: int, after: str | None, *, newest_first: bool = False
     ) -> tuple[list[T], str | None]:

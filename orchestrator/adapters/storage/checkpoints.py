@@ -9,6 +9,7 @@ from typing import TypeVar
 from orchestrator.ports import Archive, Unavailable
 from workers.checkpoint import archive as archives
 from workers.checkpoint import catalog
+from workers.checkpoint.storage import open_folder
 from workers.checkpoint.tree import StateError
 from workers.messages import Unfit
 
@@ -44,6 +45,15 @@ class StoredCheckpoints:
         except StateError as error:
             raise ValueError(str(error)) from error
         return Archive(size, self._counted(chunks))
+
+    def remove_folder(self, url: str) -> None:
+        def left() -> bool:
+            folder = open_folder(url)
+            folder.remove_all()
+            return folder.exists()
+
+        if self._answer(left):
+            raise Unavailable(f"storage: {url} cannot be removed whole: something in it is in use or protected")
 
     def _counted(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
         self._take()
