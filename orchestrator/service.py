@@ -42,7 +42,7 @@ class Refused(Exception):
 
 
 class Service:
-    """``bundle_exists`` tells whether a bundle (sha256) was uploaded; ``stored`` reads checkpoints; ``folder_of``: URL of a job's own folder;
+    """``bundle_exists`` tells whether a bundle (sha256) was uploaded; ``stored`` reads checkpoints; ``folder_of``: URL of a job's folder;
     ``wake`` makes the reconciler look at once."""
 
     def __init__(

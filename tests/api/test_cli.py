@@ -47,11 +47,14 @@ def test_submit_show_cancel_wait(server: Running, tmp_path: Path) -> None:
     assert json.loads(keepstep("ls", "--json", "--state", "pending").stdout) == {"items": [stored], "next_cursor": None}
     timed_out = keepstep("wait", job_id, "--timeout", "0.1")
     assert (timed_out.returncode, "PENDING" in timed_out.stderr) == (4, True)
+    assert "cancel it first" in keepstep("delete", job_id).stderr
     assert keepstep("cancel", "--grace", "1", "--", "-rf").returncode == 0
     server.control.reconciler.once()
     ended = keepstep("wait", job_id)
     assert (ended.returncode, "CANCELLED" in ended.stdout) == (3, True)
     assert "Submitted" in keepstep("events", job_id).stdout
+    assert keepstep("delete", job_id).stdout == f"deleted {job_id}\n"
+    assert server.http.get(f"/api/v1/jobs/{job_id}").status_code == 404
 
 
 def test_one_line_for_each_bad_field_and_nothing_uploaded(server: Running, tmp_path: Path) -> None:

@@ -42,7 +42,8 @@ class Run:
         ids = iter(range(10**6))
         self.service = Service(
             self.store, self.cluster, self.cluster, self.clock, self.wake,
-            bundle_exists=lambda sha: True, stored=StoredCheckpoints(), folder_of=lambda job: job.id, new_id=lambda: f"job-{next(ids):012d}",
+            bundle_exists=lambda sha: True, stored=StoredCheckpoints(), folder_of=lambda job: job.id,
+            new_id=lambda: f"job-{next(ids):012d}",
         )  # fmt: skip
         self.loops = [self.new_loop(), self.new_loop()]
         self.cluster.in_between = self._in_between
