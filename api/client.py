@@ -134,7 +134,7 @@ class Client:
                 into.write(chunk)
 
     def follow(self, path: str, since: str | None, **params: Any) -> Iterator[LogEvent]:
-        """Events of a log from behind ``since`` on. Raises ServerDown when the stream breaks before its end."""
+        """Events of a log or of a history from behind ``since`` on. Raises ServerDown when the stream breaks before its end."""
         given = {name: value for name, value in params.items() if value is not None}
         headers = {"Accept": "text/event-stream", **({"Last-Event-ID": since} if since else {})}
         timeout = httpx.Timeout(5.0, read=None)

@@ -132,6 +132,10 @@ class Store(Protocol):
 
     def events(self, job_id: str, limit: int, after: str | None) -> tuple[list[Event], str | None]: ...
 
+    def events_after(self, job_id: str, event_id: int, limit: int) -> list[Event]:
+        """At most ``limit`` with a higher id, oldest first."""
+        ...
+
     def checkpoints(self, job_id: str, limit: int, after: str | None) -> tuple[list[Checkpoint], str | None]: ...
 
     def checkpoint(self, job_id: str, step: int) -> Checkpoint | None:

@@ -157,6 +157,10 @@ class Service:
     def events(self, ref: str, limit: int, cursor: str | None) -> tuple[list[Event], str | None]:
         return self._store.events(self.job(ref).id, limit, cursor)
 
+    def events_after(self, job_id: str, event_id: int, limit: int) -> list[Event]:
+        """At most ``limit`` with a higher id, oldest first."""
+        return self._store.events_after(job_id, event_id, limit)
+
     def checkpoints(self, ref: str, limit: int, cursor: str | None) -> tuple[list[Checkpoint], str | None]:
         return self._store.checkpoints(self.job(ref).id, limit, cursor)
 

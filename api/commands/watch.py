@@ -10,6 +10,7 @@ import typer
 from api.client import Client, ref_path
 from api.commands import show
 from api.commands.follow import follow as follow_log
+from api.commands.follow import follow_events
 from api.commands.options import AsJson, JobRef, Rank, StateDir
 
 
@@ -38,9 +39,18 @@ def logs(
                 sys.stdout.write(chunk)
 
 
-def events(job: JobRef, as_json: AsJson = False, state_dir: StateDir = None) -> None:
+def events(
+    job: JobRef,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the job ends; Ctrl-C detaches.")] = False,
+    as_json: AsJson = False,
+    state_dir: StateDir = None,
+) -> None:
     """Show the history of a job, oldest first."""
-    items = list(Client.find(state_dir).every(ref_path(job, "events"), limit=200))
+    client = Client.find(state_dir)
+    if follow:
+        follow_events(state_dir, client.get(ref_path(job)), as_json)
+        return
+    items = list(client.every(ref_path(job, "events"), limit=200))
     if as_json:
         show.items_as_json(items)
     else:

@@ -183,6 +183,13 @@ class SqlStore:
         """Oldest first. Raises BadCursor."""
         return self._history("events", Event, EVENTS, job_id, limit, after)
 
+    def events_after(self, job_id: str, event_id: int, limit: int) -> list[Event]:
+        """At most ``limit`` with a higher id, oldest first."""
+        newer = select(EVENTS).where(EVENTS.c.job_id == clean(job_id), EVENTS.c.id > event_id)
+        with reading(self._engine) as connection:
+            found = connection.execute(newer.order_by(EVENTS.c.id).limit(limit)).all()
+        return [value(Event, EVENTS, _named(EVENTS, columns)) for columns in found]
+
     def checkpoints(self, job_id: str, limit: int, after: str | None) -> tuple[list[Checkpoint], str | None]:
         """Newest first. Raises BadCursor."""
         return self._history("checkpoints", Checkpoint, CHECKPOINTS, job_id, limit, after, newest_first=True)
