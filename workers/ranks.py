@@ -11,9 +11,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -26,7 +23,7 @@ from workers.checkpoint.trial import TRIAL_ANSWER, RestoreTrial, clear, read_ans
 from workers.disks import full
 from workers.drills import inject, remove_cgroup
 from workers.environ import launcher_environment, rank_environment
-from workers.launcher import MESSAGE_BYTES
+from workers.link import Link
 from workers.logs import LogPump, log_name
 from workers.messages import ErrorReport, GroupSpec, LaunchOrder, RankReport, RankState
 from workers.ports import ReservedPort
@@ -66,9 +63,7 @@ class Ranks:
         self._interface = interface
         self._ranks: dict[int, _Rank] = {}
         self._pump = LogPump(lambda rank, text: self.notes.append((rank, "LogProblem", text)))
-        self._link: socket.socket | None = None
-        self._launcher_gone = asyncio.Event()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._link = Link(self._heard, self._launcher_ended)
         self._early_deaths = 0  # of launchers that were never ready
         self._drill_cgroup: Path | None = None  # of the newest oom drill
         self.drilled: str | None = None  # a drill that will end the whole agent
@@ -81,58 +76,20 @@ class Ranks:
     # the launcher
 
     def start_launcher(self, cwd: Path) -> None:
-        """Start the warm interpreter; ``ready`` follows when it has imported the framework."""
-        loop = asyncio.get_running_loop()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        for end in (ours, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MESSAGE_BYTES)
-        ours.setblocking(False)
-        config = self.shm / "launcher.json"
+        """Start the warm interpreter; ``ready`` follows when it has imported the framework. Raises OSError."""
         command = {"framework": self.spec.framework, "command": list(self.spec.command), "cwd": str(cwd), "shm": str(self.shm)}
-        config.touch(mode=0o600)
-        config.write_text(json.dumps(command))
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "workers.launcher", str(theirs.fileno()), str(config)],
-            pass_fds=[theirs.fileno()],
-            env=launcher_environment(os.environ, self.spec, self.index, self._interface, str(self.tmp)),
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stderr=(self.shm / "launcher.err").open("ab"),
-            start_new_session=True,
-        )
-        theirs.close()
-        self._link = ours
-        self._launcher_gone.clear()
+        env = launcher_environment(os.environ, self.spec, self.index, self._interface, str(self.tmp))
+        self._link.start(self.shm / "launcher.json", command, env, self.shm / "launcher.err")
         self.saved = str(saved_folder(cwd))
         checkpoints, temporary = local_path(self.spec.storage_url), self.spec.env.get("TMPDIR") or str(self.tmp)
         self._folders = [str(cwd), self.saved, *([str(checkpoints)] if checkpoints else []), temporary, str(self.shm)]
-        loop.add_reader(ours.fileno(), self._hear)
 
-    def _hear(self) -> None:
-        assert self._link is not None
-        while True:
-            try:
-                data = self._link.recv(MESSAGE_BYTES)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self._launcher_ended()
-                return
-            message = json.loads(data)
-            getattr(self, f"_on_{message.pop('op')}")(**message)
+    def _heard(self, message: dict[str, Any]) -> None:
+        getattr(self, f"_on_{message.pop('op')}")(**message)
 
-    def _launcher_ended(self) -> None:
+    def _launcher_ended(self, code: int) -> None:
         """The launcher takes its ranks with it (they die with their parent); a new one is started by the agent."""
-        assert self._link is not None
-        asyncio.get_running_loop().remove_reader(self._link.fileno())
-        self._link.close()
-        self._link = None
-        self._launcher_gone.set()
-        if self._process is not None:
-            self._process.kill()
-            self._count_early_death(self._process.wait())
+        self._count_early_death(code)
         self.ready = False
         end_group(f"{self.spec.key}.{self.index}")
         for number, rank in self._ranks.items():
@@ -158,7 +115,12 @@ class Ranks:
 
     @property
     def launcher_lives(self) -> bool:
-        return self._link is not None
+        return self._link.lives
+
+    @property
+    def launcher_pid(self) -> int | None:
+        """Of the newest one."""
+        return self._link.process.pid if self._link.process is not None else None
 
     def _on_ready(self, seconds: float, problem: str | None) -> None:
         self.ready, self.problem = problem is None, problem
@@ -236,17 +198,12 @@ class Ranks:
         except (OSError, ValueError, TypeError):
             return None
 
-    def _say(self, fds: tuple[int, ...] = (), **order: Any) -> None:
-        if self._link is None:
-            raise ConnectionError("the launcher is gone")
-        socket.send_fds(self._link, [json.dumps(order).encode()], list(fds))
-
     # generations
 
     async def open_store(self, generation: int, host: str) -> int:
         """Port of the generation's rendezvous store; it listens when this returns."""
         if generation not in self._stores:
-            self._say(op="store", generation=generation, host=host)
+            self._link.say(op="store", generation=generation, host=host)
             self._stores[generation] = asyncio.get_running_loop().create_future()
         return await asyncio.wait_for(asyncio.shield(self._stores[generation]), 10)
 
@@ -263,7 +220,7 @@ class Ranks:
             log = self._pump.open(number, self.logs / log_name(self.spec.attempt, order.generation, number))
             env = rank_environment(self.spec, self.index, local_rank, order, str(self.shm), self.saved, staged)
             try:
-                self._say((log,), op="rank", rank=number, generation=order.generation, env=env)
+                self._link.say((log,), op="rank", rank=number, generation=order.generation, env=env)
             finally:
                 os.close(log)
 
@@ -276,25 +233,17 @@ class Ranks:
             return []
         if generation not in self._killed:
             self._killed[generation] = asyncio.get_running_loop().create_future()
-            self._say(op="kill", generation=generation)
+            self._link.say(op="kill", generation=generation)
         try:
             stuck = await asyncio.wait_for(asyncio.shield(self._killed[generation]), STOP_S)
         except TimeoutError:
-            return await self._end_launcher()
+            return await self._link.kill(STOP_S)
         except asyncio.CancelledError:  # it ended, and its ranks with it
             return []
         for number in self.numbers:
             self._pump.close(number)
         self._stores.pop(generation, None)
         return stuck
-
-    async def _end_launcher(self) -> list[int]:
-        """One that does not answer, stopped or stuck: all below it die with it. Returns it where it would not go."""
-        assert self._process is not None
-        self._process.kill()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._launcher_gone.wait(), STOP_S)
-        return [] if self._link is None else [self._process.pid]
 
     async def try_restore(self, url: str, step: int) -> RestoreTrial | None:
         """Fork a child that reads a checkpoint back; see checkpoint.trial. One at a time."""
@@ -303,7 +252,7 @@ class Ranks:
         answer = self.shm / TRIAL_ANSWER
         answer.unlink(missing_ok=True)
         self._trial = asyncio.get_running_loop().create_future()
-        self._say(op="trial", url=url, step=step, ranks=list(self.numbers), world_size=self.spec.world_size)
+        self._link.say(op="trial", url=url, step=step, ranks=list(self.numbers), world_size=self.spec.world_size)
         try:
             await self._trial
             return read_answer(answer)
@@ -415,15 +364,7 @@ class Ranks:
 
     def close(self) -> list[int]:
         """End the launcher and everything below it; returns pids that would not go."""
-        if self._link is not None:
-            asyncio.get_running_loop().remove_reader(self._link.fileno())
-            self._link.close()
-            self._link = None
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(5)
-            self._process.kill()
-            self._process.wait()
+        self._link.close()
         left = end_group(f"{self.spec.key}.{self.index}")
         remove_cgroup(self._drill_cgroup)
         self.port.free()

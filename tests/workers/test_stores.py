@@ -17,8 +17,8 @@ from workers.processes import below
 
 def listener(one: Ranked, port: int) -> int:
     """The process below the launcher that listens there."""
-    assert one.ranks._process is not None
-    found = [pid for pid in below(one.ranks._process.pid) for each in psutil.Process(pid).net_connections() if each.laddr.port == port]
+    assert one.ranks.launcher_pid is not None
+    found = [pid for pid in below(one.ranks.launcher_pid) for each in psutil.Process(pid).net_connections() if each.laddr.port == port]
     return found[0]
 
 

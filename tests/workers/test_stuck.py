@@ -30,8 +30,8 @@ def test_a_launcher_that_does_not_answer_is_ended_with_its_ranks(tmp_path: Path,
     async def run() -> list[int]:
         async with ranked(tmp_path, SLEEPS, ranks=2) as one:
             pids = list(one.ranks.pids().values())
-            assert one.ranks._process is not None
-            os.kill(one.ranks._process.pid, signal.SIGSTOP)
+            assert one.ranks.launcher_pid is not None
+            os.kill(one.ranks.launcher_pid, signal.SIGSTOP)
             assert await one.ranks.stop(0) == []
             assert not one.ranks.living
             assert not one.ranks.launcher_lives
