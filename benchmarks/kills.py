@@ -7,7 +7,6 @@ ends with the first higher step of a later process. Steps that later processes l
 from __future__ import annotations
 
 import math
-import time
 from typing import NamedTuple
 
 from systems.system import Job, Step, wait_for
@@ -30,8 +29,8 @@ def first_step(job: Job, limit_s: float = 120.0) -> Step:
 
 def settle(job: Job) -> None:
     """Wait until training goes on as before the last kill."""
-    before, at = len(job.steps()), time.time()
-    wait_for(lambda: len(job.steps()) >= before + SETTLE_STEPS and time.time() >= at + job.rest_s, COME_BACK_S, "a settled training")
+    before = len(job.steps())
+    wait_for(lambda: len(job.steps()) >= before + SETTLE_STEPS, COME_BACK_S, "a settled training")
 
 
 def kill(job: Job) -> Cost:

@@ -20,14 +20,13 @@ KEEPSTEP = ("-m", "api.cli")
 
 @dataclass(frozen=True)
 class KeepStep:
-    """``checkpoint``, ``env``: as in a job; ``rest_s``: as in Job."""
+    """``checkpoint``, ``env``: as in a job."""
 
     name: str
     script: str
     checkpoint: Mapping[str, Any]
     nodes: int = 2
     env: Mapping[str, str] = field(default_factory=dict)
-    rest_s: float = 0.0
 
     @contextmanager
     def up(self, folder: Path) -> Iterator[Service]:
@@ -56,7 +55,7 @@ class _Server:
         job = _keepstep("submit", "-d", "-f", str(spec), "--state-dir", str(self._state_dir)).strip()
         path = ref_path(job)
         try:
-            yield Job(folder, ranks, at, lambda: list(self._client.every(ref_path(job, "incidents"))), self._system.rest_s)
+            yield Job(folder, ranks, at, lambda: list(self._client.every(ref_path(job, "incidents"))))
         finally:
             if (ended := self._client.get(path))["state"] == "FAILED":
                 raise RuntimeError(f"the job failed: {ended['message']}")

@@ -35,14 +35,12 @@ class Step(NamedTuple):
 
 @dataclass
 class Job:
-    """One submitted training. ``incidents``: what the system itself says of its recoveries, where it says anything. ``rest_s``: from a
-    recovery to the next kill, so long that the system does not take them for one failure that repeats."""
+    """One submitted training. ``incidents``: what the system itself says of its recoveries, where it says anything."""
 
     folder: Path
     ranks: int
     submitted_at: float
     incidents: Callable[[], list[dict[str, Any]]] = list
-    rest_s: float = 0.0
     _seen: dict[int, list[Step]] = field(default_factory=dict)
     _read: dict[int, int] = field(default_factory=dict)
 
