@@ -21,7 +21,7 @@ from typing import Any
 
 from workers.checkpoint import peers
 from workers.checkpoint.background import in_thread
-from workers.checkpoint.catalog import clear_staged, problem_of, stage, staged_name, unstage
+from workers.checkpoint.catalog import clear_staged, staged_name
 from workers.checkpoint.slots import discard_newer, holdings, pinned_steps, unpin
 from workers.checkpoint.trial import RestoreTrial
 from workers.exchange import Exchange
@@ -37,16 +37,15 @@ from workers.messages import (
     Holding,
     LaunchOrder,
     Offer,
-    Problem,
     RankStacks,
     Source,
-    Unfit,
 )
 from workers.neighbours import Neighbour
 from workers.processes import SHM, TMP, end_group, remove_folders
 from workers.ranks import Ranks
 from workers.share_writer import ShareWriter
 from workers.stacks import TAKE_S, take
+from workers.staging import Staging
 from workers.workdir import CannotPrepare, UnusableBundle, local_path, missing, prepare
 
 _log = logging.getLogger(__name__)
@@ -80,8 +79,6 @@ class Agent:
         self.fenced = spec.first_generation - 1  # newest generation that was ordered to stop: it must never start again
         self.surveyed = spec.first_generation - 2  # generation whose end was made sure of, and whose snapshots were verified
         self.stuck: list[int] = []
-        self.staged: dict[str, Problem | None] = {}
-        self.staging: set[str] = set()
         self.pinned: dict[int, int] = {}
         self.stacks: tuple[float | None, tuple[RankStacks, ...]] = (None, ())  # the request that they answer
         self._taking: float | None = None
@@ -96,6 +93,7 @@ class Agent:
         self.kept = self._written = read_kept(self.shm)
         logs = local_path(spec.storage_url) or self.shm
         self.ranks = Ranks(spec, index, self.shm, self.tmp, logs, self._changed, interface_of(address))
+        self.staging = Staging(self.shm, self.ranks.numbers, spec.world_size, spec.start_s)
         self.shares = ShareWriter(spec, index, self.shm, self.ranks.numbers)
         self.exchange = Exchange(
             self.shm,
@@ -210,7 +208,7 @@ class Agent:
             stopped=stopped,
             ranks=self.ranks.reports(),
             holdings=self.held if stopped else (),
-            staged=dict(self.staged),
+            staged=dict(self.staging.answers),
             pinned=dict(self.pinned),
             metrics=self.ranks.metrics(),
             stuck=tuple(self.stuck),
@@ -335,28 +333,15 @@ class Agent:
     async def stage(self, term: int, url: str) -> AgentStatus:
         """Read and verify a checkpoint into shared memory; the answer is in ``staged``. Asked again where storage did not give it."""
         self._obey(term)
-        known = self.staged.get(url)
-        if known is not None and known.why is Unfit.UNREADABLE:
-            del self.staged[url]
-        if url not in self.staged and url not in self.staging:
-            self.staging.add(url)
-            which = (url, self.shm, staged_name(url), self.ranks.numbers, self.spec.world_size)
-            try:
-                self._make_folders()
-                self.staged[url] = await in_thread(stage, *which, limit_s=self.spec.start_s)
-            except TimeoutError as error:
-                self.staged[url] = problem_of(error)
-            finally:
-                self.staging.discard(url)
+        self._make_folders()
+        if await self.staging.bring(url):
             self._changed()
         return self.status()
 
     async def unstage(self, term: int) -> AgentStatus:
         """The ranks have restored: free the memory of staged checkpoints."""
         self._obey(term)
-        for url in list(self.staged):
-            del self.staged[url]  # nobody is to count on it from here on
-            await asyncio.to_thread(unstage, self.shm, staged_name(url))
+        await self.staging.clear()
         self._changed()
         return self.status()
 
@@ -445,5 +430,6 @@ class Agent:
         self._closed = True
         await self.exchange.end_fetch()
         left = self.ranks.close()
+        await asyncio.to_thread(self.ranks.settle)
         await asyncio.to_thread(remove_folders, f"{self.spec.key}.{self.index}")
         return left

@@ -148,8 +148,13 @@ class Group:
     @property
     def checkpoint_step(self) -> int | None:
         """Of the newest checkpoint that this attempt committed and may take."""
-        bad = self.damaged | {c.url for c in self.excluded}
+        bad = self.damaged | self.barred
         return max((c.step for c in self.checkpoints if c.url not in bad), default=None)
+
+    @property
+    def barred(self) -> frozenset[str]:
+        """Urls of the checkpoints that are ``excluded``."""
+        return frozenset(c.url for c in self.excluded)
 
     @property
     def backing_off(self) -> bool:
@@ -320,6 +325,11 @@ def gone_agents(seen: Seen, now: float) -> list[AgentSeen]:
 
 def _silent(agent: AgentSeen, now: float) -> bool:
     return agent.missing_since is not None and now - agent.missing_since >= (AGENT_PAUSED_S if agent.alive else AGENT_LOST_S)
+
+
+def all_stopped(seen: Seen) -> bool:
+    """No rank lives on any node."""
+    return all(a.status and a.status.stopped for a in seen.agents)
 
 
 def ranks_of(group: Group, seen: Seen) -> tuple[RankReport, ...]:

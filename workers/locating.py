@@ -1,4 +1,4 @@
-"""PURE: which state the memory of the nodes holds, and which step they could make whole together.
+"""PURE: which state the memory of the nodes holds, which step they could make whole together, and which checkpoints are passed over.
 
 Invariants: a step counts only where every rank's own part of it is somewhere, and every array that all ranks share; the arrays that the
 ranks share are split over the ranks of a node in the same way on every node, so ranks of the same local number hold the same of them.
@@ -7,10 +7,12 @@ ranks share are split over the ranks of a node in the same way on every node, so
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from workers.group import Group, Seen
-from workers.messages import Fetch, RestoreOrder, Source
+from workers.messages import CheckpointFound, Fetch, Problem, RestoreOrder, Source, Unfit
+
+POISONED = Problem(Unfit.UNWANTED, "its metrics were not finite")
 
 
 @dataclass(frozen=True)
@@ -110,3 +112,27 @@ def _nearest(group: Group, home: int, nodes: set[int]) -> tuple[int, ...]:
     """A rank's own node first, then the nodes after it, so that not all ask the same one."""
     count = len(group.spec.nodes)
     return tuple(sorted(nodes, key=lambda node: (node - home) % count))
+
+
+def leave_poisoned(group: Group, now: float, catalog: tuple[CheckpointFound, ...]) -> Group:
+    """A job that stops at metrics that are not finite would do so again from a checkpoint that was taken then."""
+    barred = group.barred
+    sound = [c for c in catalog if c.problem is None and c.url not in barred]
+    taken = next((c for c in sound if c.finite), None)
+    if not group.spec.stop_on_nan or taken is None or taken is sound[0]:
+        return group
+    left = tuple(replace(c, problem=POISONED) for c in sound[: sound.index(taken)])
+    group = group.say(now, "RolledBack", f"metrics were not finite at step {left[-1].step}: back to the checkpoint of step {taken.step}")
+    return replace(group, excluded=(*group.excluded, *left))
+
+
+def pass_over(group: Group, now: float, damaged: CheckpointFound) -> Group:
+    """The one before it is the next to be taken."""
+    group = group.say(now, "CheckpointSkipped", f"step {damaged.step} at {damaged.url} cannot be used: {damaged.problem}")
+    return replace(group.checked(now, damaged.url, str(damaged.problem)), excluded=(*group.excluded, damaged))
+
+
+def newest_generation(group: Group, seen: Seen) -> int:
+    """Coordinator and agents may have gone at once, and what they kept with them: what storage and snapshots tell keeps ages monotone."""
+    held = [h.generation for a in seen.agents if a.status for h in a.status.holdings]
+    return max([group.generation, seen.past_generation, *held])

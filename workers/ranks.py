@@ -370,8 +370,11 @@ class Ranks:
         self.port.free()
         for number in self.numbers:
             self._pump.close(number)
-        self._pump.settle(LOGS_S)
         return left
+
+    def settle(self) -> None:
+        """After ``close``: waits, at most LOGS_S seconds, until storage has the last output."""
+        self._pump.settle(LOGS_S)
 
 
 def _readable(value: Any) -> Any:

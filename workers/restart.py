@@ -38,19 +38,19 @@ from workers.group import (
     TakeStacks,
     TerminateRanks,
     Unstage,
+    all_stopped,
     gone_agents,
     ranks_of,
 )
 from workers.hangs import judge_hang
 from workers.incidents import now_training
-from workers.locating import from_peers, whole_in_memory, without_storage
-from workers.messages import CheckpointFound, FailureClass, Outcome, Problem, RankReport, RestoreOrder, Source, Unfit
+from workers.locating import POISONED, from_peers, leave_poisoned, newest_generation, pass_over, whole_in_memory, without_storage
+from workers.messages import CheckpointFound, FailureClass, Outcome, RankReport, RestoreOrder, Source, Unfit
 from workers.verdict import failed, judge, judge_metrics, judge_success, only_secondary, secondary
 from workers.watching import Silence, has_served, settled, silence, tell_nonfinite, training_since
 
 CULPRIT_S = 0.3  # how long to wait for the culprit while only consequences were seen
 PLACING_S = 120.0
-POISONED = Problem(Unfit.UNWANTED, "its metrics were not finite")
 TOLD_S = 60.0  # for other nodes to tell whether they have the problem of one
 FILES_S = 60.0  # for storage to tell which files that success asks for are there
 STACKS_S = 2.0  # a hang is acted on after this long, with the stacks that have come by then
@@ -111,7 +111,7 @@ def _warm(group: Group, seen: Seen, now: float) -> Decision:
 def _locate(group: Group, seen: Seen, now: float) -> Decision:
     if gone_agents(seen, now):
         return decide(group.go(Doing.WARMING, now), seen, now)
-    if not all(a.status and a.status.stopped for a in seen.agents):
+    if not all_stopped(seen):
         return _not_stopped(group, seen, now)
     newest = without_storage(group, seen)
     if group.roll_back is not None and (newest.step if newest is not None else group.checkpoint_step or 0) >= group.roll_back:
@@ -129,14 +129,14 @@ def _locate(group: Group, seen: Seen, now: float) -> Decision:
 
 def _from_storage(group: Group, seen: Seen, now: float, catalog: tuple[CheckpointFound, ...], newest: RestoreOrder | None) -> Decision:
     """The newest checkpoint that is not damaged, unless memory holds a state as new (``newest``)."""
-    group = _leave_poisoned(group, now, catalog)
-    excluded = {c.url for c in group.excluded}
-    left = [c for c in catalog if c.url not in excluded]
+    group = leave_poisoned(group, now, catalog)
+    barred = group.barred
+    left = [c for c in catalog if c.url not in barred]
     sound = [c for c in left if c.problem is None or c.problem.why is not Unfit.DAMAGED]
     if newest is not None and not any(c.step > newest.step for c in sound):
         return _take(group, seen, now, newest)
     for c in left[: left.index(sound[0])] if sound else ():
-        group = _pass_over(group, now, c)
+        group = pass_over(group, now, c)
     if sound and sound[0].problem is not None:
         return _unfit(group, seen, now, sound[0], ReadCatalog(group.since))
     if sound:
@@ -150,24 +150,6 @@ def _from_storage(group: Group, seen: Seen, now: float, catalog: tuple[Checkpoin
     if group.best_step:
         group = group.say(now, "StartedFromZero", f"no snapshot and no checkpoint exists; {group.best_step} steps are done again")
     return _launch_from(group, seen, now, RestoreOrder(Source.NONE, 0))
-
-
-def _leave_poisoned(group: Group, now: float, catalog: tuple[CheckpointFound, ...]) -> Group:
-    """A job that stops at metrics that are not finite would do so again from a checkpoint that was taken then."""
-    excluded = {c.url for c in group.excluded}
-    sound = [c for c in catalog if c.problem is None and c.url not in excluded]
-    taken = next((c for c in sound if c.finite), None)
-    if not group.spec.stop_on_nan or taken is None or taken is sound[0]:
-        return group
-    left = tuple(replace(c, problem=POISONED) for c in sound[: sound.index(taken)])
-    group = group.say(now, "RolledBack", f"metrics were not finite at step {left[-1].step}: back to the checkpoint of step {taken.step}")
-    return replace(group, excluded=(*group.excluded, *left))
-
-
-def _pass_over(group: Group, now: float, damaged: CheckpointFound) -> Group:
-    """The one before it is the next to be taken."""
-    group = group.say(now, "CheckpointSkipped", f"step {damaged.step} at {damaged.url} cannot be used: {damaged.problem}")
-    return replace(group.checked(now, damaged.url, str(damaged.problem)), excluded=(*group.excluded, damaged))
 
 
 def _unfit(group: Group, seen: Seen, now: float, found: CheckpointFound, again: Action) -> Decision:
@@ -190,15 +172,16 @@ def _roll_back(group: Group, seen: Seen, now: float, since: int) -> Decision:
     """To the newest checkpoint from before the metrics were not finite; where there is none, as after any other failure."""
     if seen.catalog is None and seen.refused is None and now - group.since <= LAUNCH_S:
         return Decision(group, (ReadCatalog(group.since),), "ReadingCatalog", now + REPEAT_S)
-    bad = {c.url for c in group.excluded}
-    earlier = [c for c in seen.catalog or () if c.problem is None and c.finite and c.step < since and c.url not in bad]
+    barred = group.barred
+    left = [c for c in seen.catalog or () if c.url not in barred]
+    earlier = [c for c in left if c.problem is None and c.finite and c.step < since]
     if not earlier:
         return decide(replace(group, roll_back=None), seen, now)
     taken = earlier[0]
     group = group.say(now, "RolledBack", f"metrics are not finite since step {since}: back to the checkpoint of step {taken.step}")
-    left = tuple(replace(c, problem=POISONED) for c in seen.catalog or () if c.step >= since and c.url not in bad)
+    poisoned = tuple(replace(c, problem=POISONED) for c in left if c.step >= since)
     restore = RestoreOrder(Source.STORAGE, taken.step, taken.url)
-    return decide(replace(group.go(Doing.STAGING, now), excluded=group.excluded + left, restore=restore), seen, now)
+    return decide(replace(group.go(Doing.STAGING, now), excluded=group.excluded + poisoned, restore=restore), seen, now)
 
 
 def _storage_away(group: Group, seen: Seen, now: float, why: str) -> Decision:
@@ -223,7 +206,7 @@ def _fetch(group: Group, seen: Seen, now: float) -> Decision:
     step = restore.step
     if gone_agents(seen, now):
         return decide(group.go(Doing.WARMING, now), seen, now)
-    if not all(a.status and a.status.stopped for a in seen.agents):
+    if not all_stopped(seen):
         return decide(group.go(Doing.LOCATING, now), seen, now)
     if whole_in_memory(group, seen, step):
         group = group.say(now, "PeerStateTaken", f"step {step} is whole again, by copies from other nodes' memory")
@@ -250,7 +233,7 @@ def _stage(group: Group, seen: Seen, now: float) -> Decision:
     url = restore.url
     if gone_agents(seen, now):
         return decide(group.go(Doing.WARMING, now), seen, now)
-    if not all(a.status and a.status.stopped for a in seen.agents):
+    if not all_stopped(seen):
         return decide(group.go(Doing.LOCATING, now), seen, now)
     answers = {a.index: a.status.staged[url] for a in seen.agents if a.status and url in a.status.staged}
     problem = min((p for p in answers.values() if p is not None), key=lambda p: list(Unfit).index(p.why), default=None)
@@ -258,7 +241,7 @@ def _stage(group: Group, seen: Seen, now: float) -> Decision:
         found = CheckpointFound(url, restore.step, problem)
         if problem.why is not Unfit.DAMAGED:
             return _unfit(group, seen, now, found, Stage(url))
-        return decide(_pass_over(group, now, found).go(Doing.LOCATING, now), seen, now)
+        return decide(pass_over(group, now, found).go(Doing.LOCATING, now), seen, now)
     if len(answers) == len(seen.agents):
         return _launch_from(group, seen, now, restore)
     if now - group.since > group.spec.start_s:
@@ -278,7 +261,7 @@ def _launch_from(group: Group, seen: Seen, now: float, restore: RestoreOrder) ->
         group = group.say(now, "Restoring", f"resuming from the checkpoint of step {restore.step}")
     group = replace(
         group.go(Doing.LAUNCHING, now),
-        generation=_newest_generation(group, seen) + 1,
+        generation=newest_generation(group, seen) + 1,
         restore=restore,
         recovery=recovery,
         training=False,
@@ -289,12 +272,6 @@ def _launch_from(group: Group, seen: Seen, now: float, restore: RestoreOrder) ->
         incarnations={a.index: a.status.incarnation for a in seen.agents if a.status},
     )
     return _launch(group, seen, now)
-
-
-def _newest_generation(group: Group, seen: Seen) -> int:
-    """Coordinator and agents may have gone at once, and what they kept with them: what storage and snapshots tell keeps ages monotone."""
-    held = [h.generation for a in seen.agents if a.status for h in a.status.holdings]
-    return max([group.generation, seen.past_generation, *held])
 
 
 def _launch(group: Group, seen: Seen, now: float) -> Decision:
@@ -382,7 +359,7 @@ def _stop(group: Group, seen: Seen, now: float) -> Decision:
     if gone and now - group.since > AGENT_RETURN_S:
         node = node_of(group, gone[0].index)
         return lose_group(group, now, "NodeLost", f"agent {gone[0].index} on node {node} did not come back within {AGENT_RETURN_S:.0f} s")
-    if gone or not all(a.status and a.status.stopped for a in seen.agents):
+    if gone or not all_stopped(seen):
         stuck = [pid for a in seen.agents if a.status for pid in a.status.stuck]
         if stuck and now - group.since > AGENT_RETURN_S:
             return lose_group(group, now, "ProcessesStuck", f"processes {stuck} do not end on SIGKILL; their node needs a restart")

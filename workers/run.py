@@ -16,12 +16,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from types import FrameType, SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
-from workers.agreement import LAG, Agreement, Store
+from workers.agreement import LAG, Agreement
 from workers.board import Board
 from workers.checkpoint.admission import leave_note, sentence
 from workers.checkpoint.cadence import Cadence, decision_at
@@ -31,33 +31,12 @@ from workers.checkpoint.slots import SLOTS
 from workers.checkpoint.snapshot import SnapshotWriter
 from workers.checkpoint.tree import StateError, StateGone
 from workers.environment import Environment, read_environment
+from workers.frameworks.adapters import Counter, Framework, adapter
 from workers.frameworks.plain import is_generator
 from workers.messages import RankPhase, Source
 
 _RESERVED = ("step", "source")
 PERSISTENT = 3  # reports in a row with a metric that is not finite
-
-
-class Framework(Protocol):
-    """One adapter of workers.frameworks."""
-
-    device: Any
-    strategy: Any
-    store: Store | None
-
-    def begin(self, parts: dict[str, Any]) -> None: ...
-    def capture(self, parts: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]: ...
-    def apply(self, parts: dict[str, Any], shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]: ...
-    def derive(self, names: Collection[str], parts: dict[str, Any], rank: int) -> None: ...
-    def adrift(self, parts: dict[str, Any]) -> bool: ...
-    def close(self) -> None: ...
-
-
-class Counter(Protocol):
-    """A part, or a framework, that is told of each finished step. ``moved``: it knows of a change of the state since then."""
-
-    def step_finished(self) -> None: ...
-    def moved(self) -> bool: ...
 
 
 class Run:
@@ -370,7 +349,7 @@ def start(framework: str | None = None) -> Run:
     if _started is not None:
         raise RuntimeError("workers.start: called twice in one process; keep the run that the first call returned")
     environment = read_environment()
-    _started = Run(environment, _adapter(framework or environment.framework, environment))
+    _started = Run(environment, adapter(framework or environment.framework, environment))
     _started.watch()
     return _started
 
@@ -382,24 +361,6 @@ def failed() -> None:
     """The script ends with another code than 0, which no handler at exit is told."""
     if _started is not None:
         _started.fail()
-
-
-def _adapter(name: str | None, environment: Environment) -> Framework:
-    if name in (None, "plain"):
-        name = "pytorch" if "torch" in sys.modules else "tensorflow" if "tensorflow" in sys.modules else "plain"
-    if name == "pytorch":
-        from workers.frameworks.torch import Torch
-
-        return Torch(environment.place, environment.launched)
-    if name == "tensorflow":
-        from workers.frameworks.tensorflow import TensorFlow
-
-        return TensorFlow(environment.strategy, environment.devices)
-    if name == "plain":
-        from workers.frameworks.plain import Plain
-
-        return Plain()
-    raise ValueError(f"framework: {name!r} is not known; use pytorch, tensorflow or plain")
 
 
 def _check_parts(parts: dict[str, Any], state: Restored) -> None:

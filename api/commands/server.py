@@ -15,8 +15,8 @@ import typer
 from api import server_record
 from api.commands import show
 from api.commands.options import AsJson, StateDir
+from api.doctor import examine
 from orchestrator import bootstrap, settings
-from orchestrator.doctor import examine
 
 STOP_S = 15.0
 db = typer.Typer(help="The database.", no_args_is_help=True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from api import doctor, server_record
 from api.cli import app
-from orchestrator import doctor
 from orchestrator.bootstrap import upgrade_database
 from orchestrator.settings import Settings, access_token, load
 from tests.api.conftest import Running
@@ -96,14 +97,18 @@ def test_little_shared_memory(settings: Settings, monkeypatch: pytest.MonkeyPatc
     assert "--shm-size" in found.remedy
 
 
+def announce(folder: Path, address: str) -> None:
+    (folder / server_record.RECORD).write_text(json.dumps(asdict(server_record.ServerRecord(address, 1, 0.0))))
+
+
 def test_a_server_that_runs(server: Running) -> None:
     port = int(server.address.rsplit(":", 1)[1])
     settings = load(server.state_dir, port=port)
-    (server.state_dir / "server.json").write_text(json.dumps({"address": server.address}))
+    announce(server.state_dir, server.address)
     assert problems(settings)["server"].endswith("the reconciler has not finished its first pass")
     server.control.reconciler.once()
     assert "server" not in problems(settings)
-    (server.state_dir / "server.json").write_text(json.dumps({"address": "http://127.0.0.1:1"}))
+    announce(server.state_dir, "http://127.0.0.1:1")
     assert "does not answer" in problems(settings)["server"]
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-import time
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +11,6 @@ import pytest
 from api import eventstream
 from api.client import Client, LogEvent
 from tests.api.conftest import TOKEN, Running
-from tests.api.test_cli import keepstep
 
 
 def follow(server: Running, job: str, since: str | None = None) -> Iterator[LogEvent]:
@@ -54,17 +53,13 @@ def test_a_silent_stream_shows_that_it_lives(server: Running, monkeypatch: pytes
 
 def test_the_command_follows_to_the_end(server: Running) -> None:
     job = server.submit()["id"]
-
-    def end() -> None:
-        time.sleep(0.5)
+    command = [sys.executable, "-m", "api.cli", "events", "-f", job]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as follower:
+        assert follower.stdout is not None
+        first = follower.stdout.readline()
         server.http.post(f"/api/v1/jobs/{job}/cancel")
         server.control.reconciler.once()
-
-    ending = threading.Thread(target=end)
-    ending.start()
-    done = keepstep("events", "-f", job)
-    ending.join()
-    assert done.returncode == 0, done.stderr
-    said = done.stdout.splitlines()
-    assert "Submitted: submitted as" in said[0]
-    assert "Cancelled: " in said[-1]
+        rest, told = follower.communicate(timeout=60)
+    assert follower.returncode == 0, told
+    assert "Submitted: submitted as" in first
+    assert "Cancelled: " in rest.splitlines()[-1]

@@ -138,3 +138,15 @@ def run(work: Awaitable[Any]) -> Any:
         return await asyncio.wait_for(work, 30)
 
     return asyncio.run(limited())
+
+
+def two_steps_after_a_memory_checkpoint(shm: Path, count: int) -> list[Node]:
+    """Step 41 is copied and guarded, snapshots of 42 and 43 are in the slots."""
+    nodes = start(shm, count)
+    for node in nodes:
+        node.step(41, pin=True)
+    run(mirror(nodes, 41))
+    for node in nodes:
+        node.step(42)
+        node.step(43)
+    return nodes

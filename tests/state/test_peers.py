@@ -10,7 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.state.peered import GENERATION, PER_NODE, Node, fetch, mirror, own, plan, run, shared, start, whole
+from tests.state.peered import (
+    GENERATION,
+    PER_NODE,
+    Node,
+    fetch,
+    mirror,
+    own,
+    plan,
+    run,
+    shared,
+    start,
+    two_steps_after_a_memory_checkpoint,
+    whole,
+)
 from workers import cgroups
 from workers import exchange as exchanging
 from workers.checkpoint import peers, room
@@ -71,13 +84,7 @@ def test_only_what_is_lost_is_fetched_when_the_copy_is_of_the_newest_step(nodes:
 @pytest.mark.parametrize("part", [SHARED, OWN])
 def test_damaged_copies_are_not_given(shm: Path, part: str) -> None:
     """Of three nodes: another one's replica stands in for a damaged shared part, nobody's for what is a rank's own."""
-    nodes = start(shm, 3)
-    for node in nodes:
-        node.step(41, pin=True)
-    run(mirror(nodes, 41))
-    for node in nodes:
-        node.step(42)
-        node.step(43)
+    nodes = two_steps_after_a_memory_checkpoint(shm, 3)
     shutil.rmtree(nodes[1].shm)
     nodes[1].shm.mkdir()
     giver = nodes[2]  # guards node 1, and is the first to be asked for the shared arrays

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.state.peered import PER_NODE, Node, mirror, run, start, whole
+from tests.state.peered import PER_NODE, Node, run, two_steps_after_a_memory_checkpoint, whole
 from tests.workers.make import group, look, spec
 from workers.checkpoint.slots import read_header
 from workers.group import Doing
@@ -46,13 +46,7 @@ def write(path: Path, at: int, data: bytes) -> None:
 def test_corrupted_snapshots_and_copies_give_the_newest_state_that_is_left(shm: Path, seed: int) -> None:
     """Up to four files of both nodes are damaged. What the nodes then call whole is right, and no older than intact files allow."""
     dice = random.Random(seed)
-    nodes = start(shm, 2)
-    for node in nodes:
-        node.step(41, pin=True)
-    run(mirror(nodes, 41))
-    for node in nodes:
-        node.step(42)
-        node.step(43)
+    nodes = two_steps_after_a_memory_checkpoint(shm, 2)
     before = {path: path.read_bytes() for node in nodes for path in node.shm.glob("**/snap-*")}
     headers = {path: read_header(path) for path in before}
     told = []

@@ -15,6 +15,7 @@ from workers.group import (
     Doing,
     EndRequest,
     Group,
+    Launch,
     Recovery,
     SaveFinal,
     Seen,
@@ -213,3 +214,10 @@ DIED = AgentSeen(1, status(1, rank(1)), NOW - 0.05, died=True)
 LEFT = replace(DIED, node_lost=True)
 STUCK = status(1, rank(1, ours=True), stuck=(101,))
 LATE = NOW - AGENT_RETURN_S - 1
+MEMORY_40 = RestoreOrder(Source.MEMORY, 40)
+STORAGE_30 = RestoreOrder(Source.STORAGE, 30, found(30).url)
+NEXT = GENERATION + 1
+
+
+def launch(restore: RestoreOrder, await_step: int = 41) -> tuple[Launch]:
+    return (Launch(NEXT, restore, await_step),)

@@ -5,7 +5,6 @@ Each check stands alone: what one finds never hides the others. A check that can
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shutil
@@ -21,6 +20,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from api import server_record
 from orchestrator.ports import Unavailable
 from orchestrator.settings import TOKEN_FILE, Settings
 
@@ -167,25 +167,19 @@ def _shared_memory(_: Settings) -> str:
 
 
 def _server(settings: Settings) -> str:
-    address = _address(settings)
-    if address is None:
+    record = server_record.read(settings.state_dir)
+    if record is None:
         return "no server runs on this state folder; `keepstep up` starts one"
     try:
-        answer = httpx.get(f"{address}/readyz", timeout=CONNECT_S, trust_env=False)
+        answer = httpx.get(f"{record.address}/readyz", timeout=CONNECT_S, trust_env=False)
         told = str(answer.json()["detail"])
     except (httpx.HTTPError, ValueError, KeyError) as error:
-        raise Problem(f"{address} does not answer: {error}", "see server.log; `keepstep up` starts a new one if it is gone") from error
+        raise Problem(
+            f"{record.address} does not answer: {error}", "see server.log; if it is gone, `keepstep up` starts a new one"
+        ) from error
     if answer.status_code != httpx.codes.OK:
-        raise Problem(f"{address} is not ready: {told}", "see server.log")
-    return f"{address} is ready: {told}"
-
-
-def _address(settings: Settings) -> str | None:
-    """Where the server of this state folder says that it listens."""
-    try:
-        return str(json.loads((settings.state_dir / "server.json").read_text())["address"])
-    except (OSError, ValueError, KeyError):
-        return None
+        raise Problem(f"{record.address} is not ready: {told}", "see server.log")
+    return f"{record.address} is ready: {told}"
 
 
 def _port(settings: Settings) -> str:
@@ -194,7 +188,8 @@ def _port(settings: Settings) -> str:
         try:
             probe.bind((settings.host, settings.port))
         except OSError as error:
-            if urlsplit(_address(settings) or "").port == settings.port:
+            record = server_record.read(settings.state_dir)
+            if record is not None and urlsplit(record.address).port == settings.port:
                 return f"the server of this state folder listens at {settings.host}:{settings.port}"
             raise Problem(f"{settings.host}:{settings.port}: {error.strerror}", "choose another with --port, 0 takes a free one") from error
     return f"{settings.host}:{settings.port} is free"
