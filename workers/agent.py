@@ -46,7 +46,7 @@ from workers.ranks import Ranks
 from workers.share_writer import ShareWriter
 from workers.stacks import TAKE_S, take
 from workers.staging import Staging
-from workers.workdir import CannotPrepare, UnusableBundle, local_path, missing, prepare
+from workers.workdir import CannotPrepare, UnusableBundle, home_of, missing, prepare
 
 _log = logging.getLogger(__name__)
 
@@ -91,8 +91,7 @@ class Agent:
         self._make_folders()
         clear_staged(self.shm)
         self.kept = self._written = read_kept(self.shm)
-        logs = local_path(spec.storage_url) or self.shm
-        self.ranks = Ranks(spec, index, self.shm, self.tmp, logs, self._changed, interface_of(address))
+        self.ranks = Ranks(spec, index, self.shm, self.tmp, home_of(spec.storage_url, spec.job_id), self._changed, interface_of(address))
         self.staging = Staging(self.shm, self.ranks.numbers, spec.world_size, spec.start_s)
         self.shares = ShareWriter(spec, index, self.shm, self.ranks.numbers)
         self.exchange = Exchange(
@@ -145,7 +144,7 @@ class Agent:
         if self.spec.success_files and self._missing is None and self.ranks.all_left and self._work is not None:
             self._missing = await asyncio.to_thread(missing, self._work, self.spec.success_files)
             self._changed()
-        if self.kept is not self._written:
+        if self.kept is not self._written and not self._closed:
             self._written = self.kept
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(write_kept, self.shm, self.kept)
@@ -184,7 +183,9 @@ class Agent:
         self.led_at = time.monotonic()
 
     def _make_folders(self) -> None:
-        """Again before each use: somebody may have cleaned /dev/shm or /tmp under a running job."""
+        """Again before each use: somebody may have cleaned /dev/shm or /tmp under a running job. Raises RuntimeError after the end."""
+        if self._closed:
+            raise RuntimeError("this agent has ended all that it had; nothing starts here any more")
         for folder in (self.shm, self.tmp):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
@@ -430,6 +431,6 @@ class Agent:
         self._closed = True
         await self.exchange.end_fetch()
         left = self.ranks.close()
+        await asyncio.to_thread(remove_folders, f"{self.spec.key}.{self.index}")  # first: a stray may be ended at any moment
         await asyncio.to_thread(self.ranks.settle)
-        await asyncio.to_thread(remove_folders, f"{self.spec.key}.{self.index}")
         return left

@@ -20,6 +20,7 @@ SHM_ROOT = "KEEPSTEP_SHM_ROOT"  # set where a cluster has a folder of its own
 SHM = Path(os.environ.get(SHM_ROOT, "/dev/shm/keepstep"))  # one folder per node of a group
 TMP_ROOT = "KEEPSTEP_TMP_ROOT"  # likewise
 TMP = Path(os.environ.get(TMP_ROOT) or f"{tempfile.gettempdir()}/keepstep")  # short: Unix sockets lie in here, their paths have 107 bytes
+REMOVE_S = 2.0
 
 
 def of_group(key: str) -> list[int]:
@@ -78,10 +79,18 @@ def os_state(pid: int) -> str | None:
 
 
 def remove_folders(key: str) -> None:
-    """Remove what the group ``<job>.<attempt>``, or one node of it, holds in shared memory and in temporary files of this machine."""
-    for root in (SHM, TMP):
-        for folder in [root / key, *root.glob(f"{key}.*")]:
+    """Remove what the group ``<job>.<attempt>``, or one node of it, holds in shared memory and in temporary files of this machine.
+
+    A file that is made meanwhile keeps its folder from going, so one that is still there is tried again, for REMOVE_S seconds.
+    """
+    deadline = time.monotonic() + REMOVE_S
+    while found := [folder for root in (SHM, TMP) for folder in (root / key, *root.glob(f"{key}.*")) if folder.exists()]:
+        for folder in found:
             shutil.rmtree(folder, ignore_errors=True)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.005)
+    for root in (SHM, TMP):
         with contextlib.suppress(OSError):
             root.rmdir()
 

@@ -31,9 +31,14 @@ def local_path(url: str) -> Path | None:
     return None if "://" in url else Path(url)
 
 
+def home_of(storage_url: str, job_id: str) -> Path:
+    """The job's own folder; one in temporary files where its storage is an object store."""
+    return local_path(storage_url) or Path(tempfile.gettempdir()) / "keepstep" / job_id
+
+
 def prepare(storage_url: str, job_id: str, bundle_url: str | None) -> Path:
     """Make (or find) the working directory. Raises CannotPrepare, UnusableBundle."""
-    home = local_path(storage_url) or Path(tempfile.gettempdir()) / "keepstep" / job_id
+    home = home_of(storage_url, job_id)
     work = home / "work"
     try:
         if not work.is_dir():

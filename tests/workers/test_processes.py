@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -181,3 +182,23 @@ def test_sweep_ends_and_removes(roots: tuple[Path, Path], job: str, start: Start
     assert sweep(f"{job}.1") == []
     assert reap(pid) == {pid: signal.SIGKILL}
     assert not any(root.exists() for root in roots)
+
+
+def test_a_folder_goes_though_files_are_made_in_it_meanwhile(job: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As by a thread of the agent that writes when the end comes."""
+    monkeypatch.setattr(processes, "SHM", tmp_path / "shm")
+    monkeypatch.setattr(processes, "TMP", tmp_path / "tmp")
+    folder = tmp_path / "shm" / f"{job}.1.0"
+    folder.mkdir(parents=True)
+
+    def write() -> None:
+        deadline = time.monotonic() + 0.3
+        while time.monotonic() < deadline:
+            with contextlib.suppress(FileNotFoundError):
+                (folder / str(time.monotonic_ns())).touch()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    remove_folders(f"{job}.1")
+    thread.join()
+    assert not folder.exists()
