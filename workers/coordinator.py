@@ -54,6 +54,7 @@ _log = logging.getLogger(__name__)
 POLL_S = 3.0  # an agent that does not answer a poll for this long is missing
 ASK_S = 2.0  # for an answer of Ray
 ORDER_S = 60.0
+TAKE_OVER_S = 60.0  # for the agents whose nodes live to answer a new leader
 LONG_ORDERS = frozenset({"write_share", "stage", "copy_slots", "guard_copies", "try_restore"})  # bound by storage or size, not by us
 
 
@@ -156,13 +157,12 @@ class Coordinator:
         """Find or make the agents, learn the highest term and the newest kept state, and lead with a term above."""
         answers: dict[int, tuple[AgentStatus, int, Kept | None]] = {}
         started = time.monotonic()
-        while len(answers) < len(self.spec.nodes) and not self.closed and self.end_request is None:
-            missing = [n.index for n in self.spec.nodes if n.index not in answers]
+        missing = [n.index for n in self.spec.nodes]
+        while missing and not self.closed and self.end_request is None and time.monotonic() - started < TAKE_OVER_S:
             found = await asyncio.gather(*(self._find_agent(i) for i in missing))
             answers |= {index: answer for index, answer in zip(missing, found, strict=True) if answer is not None}
-            if time.monotonic() - started > 60.0:
-                break
-            if len(answers) < len(self.spec.nodes):
+            missing = [i for i in missing if i not in answers and not self.seen[i].node_lost]
+            if missing:
                 await asyncio.sleep(0.2)
         kept = max((k for _, _, k in answers.values() if k is not None), key=lambda k: (k.term, k.sequence), default=None)
         terms = [before for _, before, _ in answers.values()]
@@ -179,11 +179,14 @@ class Coordinator:
                 await asyncio.wait_for(self.agents[index].follow.remote(self.term), 5)
 
     async def _find_agent(self, index: int) -> tuple[AgentStatus, int, Kept | None] | None:
-        """Its answer to a leader without a term yet."""
+        """Its answer to a leader without a term yet; None where it has none, for now or because its node is lost."""
         try:
             self.agents[index] = await asyncio.to_thread(make_agent, self.spec, index)
             answer: tuple[AgentStatus, int, Kept | None] = await asyncio.wait_for(self.agents[index].follow.remote(0), 20)
             return answer
+        except NodeGone:
+            self._lost(index)
+            return None
         except Exception as error:
             _log.warning("agent %s does not answer yet: %s", index, error)
             return None

@@ -65,8 +65,9 @@ def decide(
         _removing(d, view, removed, problem)
         return d.step()
     report = _news(view, attempt)
-    seen = Seen(view.presence, report, roots)
-    _reachability(d, view.presence)
+    stale = view.presence is Presence.PRESENT and report is None  # a new coordinator that has not found its agents yet shows nothing
+    seen = Seen(Presence.SILENT if stale else view.presence, report, roots)
+    _reachability(d, seen.presence)
     if report is not None:
         learn(d, report)
     for rule in RULES:

@@ -29,11 +29,17 @@ def raylet_of(pid: int) -> int:
     return next(p.pid for p in psutil.Process(pid).parents() if p.name() == "raylet")
 
 
-def test_a_lost_node_costs_an_attempt_and_the_job_goes_on_elsewhere(own_server: Server) -> None:
+@pytest.mark.parametrize("also", ["nothing else", "its coordinator"])
+def test_a_lost_node_costs_an_attempt_and_the_job_goes_on_elsewhere(own_server: Server, also: str) -> None:
+    """With the coordinator goes all that was known of the group but for what the control plane had heard."""
     job = own_server.training(resources={"nodes": 1}, checkpoint={"every_steps": 20})
     wait_for("a checkpoint", lambda: job.items("checkpoints"))
     (first,) = job.items("attempts")
+    (coordinator,) = job.actors("Coordinator")
+    assert raylet_of(coordinator) != raylet_of(job.pid(0))
     kill(raylet_of(job.pid(0)))
+    if also == "its coordinator":
+        kill(coordinator)
     wait_for("the relaunch", lambda: [i for i in job.items("incidents") if i["recovery_seconds"]], 40)
     job.let_finish()
     ended = job.wait()

@@ -79,6 +79,7 @@ RULES: list[tuple[str, Job, Attempt | None, GroupView | None, bool, tuple[Any, .
     ("Ray is away while it is made", STARTING, PLANNED, UNKNOWN, False, (S.STARTING, "Submitted", A.PLANNED)),
     ("a new coordinator collects its agents", RUNNING, ACTIVE, seen(GroupPhase.WARMING), False, (S.RECOVERING, "Recovering", A.ACTIVE)),
     ("an old report is no news", running(), attempt(report_version=9), seen(GroupPhase.WARMING), False, (*TRAINING, A.ACTIVE)),
+    ("old reports for an hour", UNSEEN, attempt(report_version=9), seen(), False, (S.RUNNING, "Unreachable", A.ACTIVE)),
     ("silent: left alone", RUNNING, ACTIVE, SILENT, False, (*TRAINING, A.ACTIVE)),
     ("silent for an hour: left alone", UNSEEN, ACTIVE, SILENT, False, (S.RUNNING, "Unreachable", A.ACTIVE)),
     ("Ray away for an hour: left alone", UNSEEN, ACTIVE, UNKNOWN, False, (S.RUNNING, "Unreachable", A.ACTIVE)),

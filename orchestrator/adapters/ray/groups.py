@@ -21,6 +21,7 @@ from workers.processes import sweep
 
 REPORT_S = 2.0
 CLOSE_S = 15.0
+ON_HEAD = {"node:__internal_head__": 0.0001}  # where it ends with Ray itself only; of a soft affinity Ray takes no notice
 _GIB = 2**30
 _OURS = re.compile(r"(job-[a-z2-7]{12})\.(\d+)\.")
 
@@ -98,7 +99,6 @@ class RayGroups:
     def _create(self, spec: GroupSpec) -> None:
         import ray
         from ray.util.placement_group import placement_group
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         from workers.agents import NodeGone, make_agent
         from workers.coordinator import Coordinator, coordinator_name
@@ -113,17 +113,16 @@ class RayGroups:
                 lifetime="detached",
                 bundle_label_selector=[{"ray.io/node-id": node.node_id} for node in spec.nodes],
             )
-        head = next((n["NodeID"] for n in ray.nodes() if n["Alive"] and "node:__internal_head__" in n["Resources"]), None)
         ray.remote(Coordinator).options(
             name=coordinator_name(spec.key),
             namespace=NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
             num_cpus=0,
+            resources=ON_HEAD,
             max_restarts=-1,
             max_task_retries=0,
             max_concurrency=1000,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=True) if head else None,
         ).remote(spec)
         for node in spec.nodes:  # the coordinator would make them, but only once its own process has started
             with contextlib.suppress(NodeGone):
