@@ -63,6 +63,8 @@ def run() -> int:
             _play(client, console)
         return 0
     except NotEnded as error:
+        if isinstance(error.__context__, DemoFailed | TimeoutError):
+            console.print(f"[red]the demo failed:[/] {escape(str(error.__context__))}")
         console.print(f"[red]something still runs:[/] {escape(str(error))}\nend it with: keepstep down --state-dir {folder}")
         return 1
     except (DemoFailed, TimeoutError) as error:

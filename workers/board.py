@@ -120,7 +120,7 @@ class Board:
 
     def metrics(self, values: dict[str, float], nonfinite: dict[str, int] | None = None, since: int = 0) -> None:
         """Newest metrics, see BoardView; silently cut to what fits is worse than none, so too large a set raises ValueError."""
-        text = json.dumps([values, nonfinite or {}]).encode()
+        text = json.dumps([values, nonfinite or {}], ensure_ascii=False).encode("utf-8", "replace")  # every encoder must take the names
         self._put(_AT_NONFINITE, since)
         if len(text) > _METRICS_ROOM:
             raise ValueError(f"metrics: {len(text)} bytes of JSON, the limit is {_METRICS_ROOM}; report fewer values")

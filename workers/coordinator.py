@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -89,7 +90,11 @@ class Coordinator:
     # the loop
 
     async def _lead(self) -> None:
-        await self._take_over()
+        try:
+            await self._take_over()
+        except Exception:  # Ray starts the next leader
+            _log.exception("no leader can be made of this process")
+            os._exit(1)
         self._tasks += [asyncio.create_task(self._watch(n.index)) for n in self.spec.nodes]
         while not self.closed:
             self._wake.clear()

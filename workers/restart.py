@@ -46,7 +46,7 @@ from workers.hangs import judge_hang
 from workers.incidents import now_training
 from workers.locating import POISONED, from_peers, leave_poisoned, newest_generation, pass_over, whole_in_memory, without_storage
 from workers.messages import CheckpointFound, FailureClass, Outcome, RankReport, RestoreOrder, Source, Unfit
-from workers.verdict import failed, judge, judge_metrics, judge_success, only_secondary, secondary
+from workers.verdict import failed, judge, judge_metrics, judge_success, judge_unseen_files, only_secondary, secondary
 from workers.watching import Silence, has_served, settled, silence, tell_nonfinite, training_since
 
 CULPRIT_S = 0.3  # how long to wait for the culprit while only consequences were seen
@@ -330,11 +330,11 @@ def _all_left(group: Group, seen: Seen, ranks: tuple[RankReport, ...], now: floa
     """Every rank has ended with 0 by itself; whether that is success, the spec may want to know more exactly."""
     spec = group.spec
     looked = [a.status.missing_files for a in seen.agents if a.status and a.status.missing_files is not None]
-    patient = now - max(r.ended_at or now for r in ranks) <= FILES_S
-    if spec.success_files and len(looked) < len(seen.agents) and patient and not gone_agents(seen, now):
+    missing = tuple(f for f in spec.success_files if all(f in names for names in looked))
+    unknown = missing and len(looked) < len(seen.agents)
+    if unknown and now - max(r.ended_at or now for r in ranks) <= FILES_S and not gone_agents(seen, now):
         return Decision(group, (), "LookingForFiles", now + REPEAT_S)
-    missing = [set(names) for names in looked]
-    unfinished = judge_success(ranks, spec.success_steps, tuple(f for f in spec.success_files if all(f in m for m in missing)), now)
+    unfinished = judge_unseen_files(missing, now) if unknown else judge_success(ranks, spec.success_steps, missing, now)
     if unfinished is not None:
         return fail(group, seen, now, unfinished)
     if not group.training:

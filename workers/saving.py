@@ -299,7 +299,12 @@ class Saver:
         return f"step {newest.step}: {done}; the event CheckpointInvalid tells when it is found, a restart takes the checkpoint before"
 
     async def _check_drill(self, url: str) -> None:
-        if await self.check(url, STALL_S, why="; a drill damaged it"):
+        try:
+            whole = await self.check(url, STALL_S, why="; a drill damaged it")
+        except Exception as error:  # storage that does not answer
+            self.update(self.group().say(self.now(), "DrillNotChecked", f"{url}: {failure_text(error, url)}"))
+            return
+        if whole:
             self.update(self.group().say(self.now(), "DrillNotFound", f"{url} reads back whole although a drill damaged it"))
 
     async def save_final(self, seen: Seen) -> str | None:

@@ -130,6 +130,12 @@ def judge_success(ranks: Sequence[RankReport], steps: int | None, missing: Seque
     return Verdict(FailureClass.USER, "incomplete", blamed, evidence, "incomplete", at, excerpt=tail, exit_code=0)
 
 
+def judge_unseen_files(files: Sequence[str], now: float) -> Verdict:
+    """All ranks ended with 0, and a node does not tell whether it has the files: that is no fault of the script."""
+    evidence = f"all ranks ended with 0, but not all nodes could tell whether success.files {', '.join(files[:5])} exist"
+    return Verdict(FailureClass.INFRASTRUCTURE, "files_unseen", None, evidence, "files_unseen", now)
+
+
 def _early_exit(early: RankReport, victim: RankReport) -> Verdict:
     where = f"at step {early.step}" if early.step else "before its first step"
     at = early.ended_at or 0.0

@@ -90,6 +90,11 @@ def test_a_step_that_is_half_written_is_not_seen(board: Board) -> None:
     assert (board.read().step, board.read().steps) == (7, ((7, 1007.0),))
 
 
+def test_names_of_metrics_come_as_text_that_every_encoder_takes(board: Board) -> None:
+    board.metrics({"loß\udcff": 1.0})
+    assert board.read().metrics == {"loß?": 1.0}
+
+
 def test_torn_metrics_are_dropped(board: Board) -> None:
     board.metrics({"loss": 1.0})
     sequence = struct.unpack_from("<Q", board._memory, layout._AT_METRICS)[0]

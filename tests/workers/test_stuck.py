@@ -16,7 +16,7 @@ from workers.checkpoint.catalog import clear_staged
 from workers.ending import STOP_LIMIT_S
 from workers.group import Doing, Kept
 from workers.kept import read_kept, write_kept
-from workers.messages import Outcome
+from workers.messages import FailureClass, Outcome
 from workers.processes import os_state
 from workers.restart import FILES_S, decide
 from workers.workdir import missing
@@ -66,14 +66,16 @@ def test_an_agent_that_answers_and_never_ends_its_ranks_is_given_up(doing: Doing
         assert (after.doing, after.outcome, after.reason) == (Doing.CLOSING, Outcome.LOST, "ProcessesStuck")
 
 
-def test_files_that_storage_does_not_tell_of_are_missing_after_a_while() -> None:
+def test_files_that_storage_does_not_tell_of_are_no_fault_of_the_script() -> None:
     given = spec(success_files=("out.pt",))
     left = [ended(n, 0, NOW) for n in (0, 1)]
     seen = look(*(status(n, report) for n, report in enumerate(left)))
     before = group(Doing.TRAINING, given=given, training=True, started_at=NOW - 15)
     assert short(decide(before, seen, NOW + FILES_S))[2] == "LookingForFiles"
     decision = decide(before, seen, NOW + FILES_S + 1)
-    assert "success.files lacks out.pt" in decision.group.message
+    (incident,) = decision.group.incidents
+    assert (incident.kind, incident.cause) == (FailureClass.INFRASTRUCTURE, "files_unseen")
+    assert "whether success.files out.pt exist" in incident.message
 
 
 def test_a_file_that_cannot_be_looked_for_is_missing(tmp_path: Path) -> None:

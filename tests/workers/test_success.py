@@ -38,7 +38,7 @@ LEFT_ALL = (ended(0), ended(1))
     [
         pytest.param({"success_steps": 40}, (40, 40), None, "WritingFinalCheckpoint", "", id="all steps"),
         pytest.param({"success_steps": 41}, (40, 41), None, "Incomplete", "rank 0 finished step 40 of success.steps = 41", id="short"),
-        pytest.param({"success_files": ("out.pt",)}, (40, 40), (None, ()), "LookingForFiles", "", id="a node has not looked"),
+        pytest.param({"success_files": ("out.pt",)}, (40, 40), (None, ("out.pt",)), "LookingForFiles", "", id="a node has not looked"),
         pytest.param({"success_files": ("out.pt",)}, (40, 40), (("out.pt",), ()), "WritingFinalCheckpoint", "", id="a file on one node"),
         pytest.param(
             {"success_files": ("out.pt", "b")},
