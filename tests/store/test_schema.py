@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Engine, inspect, text
 
 from orchestrator.adapters.db.engine import open_engine, reading, writing
-from orchestrator.adapters.db.schema import SchemaTooNew, upgrade
+from orchestrator.adapters.db.schema import SchemaTooNew, _config, upgrade
 from orchestrator.adapters.db.store import SqlStore
 from orchestrator.adapters.db.tables import METADATA
 from orchestrator.ports import Unavailable
 
-from .values import new_job, submitted
+from .values import incident, new_job, submitted
 
 NEWEST = "0005"
 
@@ -39,6 +42,26 @@ def test_an_upgrade_is_done_once(empty_url: str) -> None:
     store.add_job(job, submitted(job), None, "h")
     assert upgrade(engine) is None
     assert store.job(job.id) == job
+    engine.dispose()
+
+
+def test_an_incident_that_is_open_stays_open_over_the_upgrade(empty_url: str) -> None:
+    """From the schema that knew the newest one only."""
+    engine = open_engine(empty_url)
+    upgrade(engine)
+    job = new_job(1)
+    opened = incident(job, recovered_at=None)
+    known = replace(job, open_incidents=(opened,))
+    store = SqlStore(engine)
+    store.add_job(known, submitted(job), None, "h")
+    with writing(engine) as connection:
+        kept = connection.execute(text("SELECT open_incidents FROM jobs")).scalar_one()
+        config = _config()
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0003")
+        connection.execute(text("UPDATE jobs SET open_incident = :one"), {"one": json.dumps(json.loads(kept)[0])})
+    assert upgrade(engine) == NEWEST
+    assert store.job(job.id) == known
     engine.dispose()
 
 
