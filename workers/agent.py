@@ -41,7 +41,7 @@ from workers.messages import (
     Source,
 )
 from workers.neighbours import Neighbour
-from workers.processes import SHM, TMP, end_group, remove_folders
+from workers.processes import SHM, TMP, adopt_orphans, end_group, remove_folders
 from workers.ranks import Ranks
 from workers.share_writer import ShareWriter
 from workers.stacks import TAKE_S, take
@@ -63,7 +63,8 @@ class StaleLeader(Exception):
 
 
 class Agent:
-    def __init__(self, spec: GroupSpec, index: int, address: str) -> None:
+    def __init__(self, spec: GroupSpec, index: int, address: str, adopts: bool = False) -> None:
+        """``adopts``: this process is the agent's alone, so whatever a dead launcher leaves below it may be ended."""
         self.spec, self.index, self.address = spec, index, address
         self.incarnation = uuid.uuid4().hex
         self.version = 1
@@ -92,6 +93,8 @@ class Agent:
         clear_staged(self.shm)
         self.kept = self._written = read_kept(self.shm)
         self.ranks = Ranks(spec, index, self.shm, self.tmp, home_of(spec.storage_url, spec.job_id), self._changed, interface_of(address))
+        if adopts:
+            self.ranks.own = adopt_orphans()
         self.staging = Staging(self.shm, self.ranks.numbers, spec.world_size, spec.start_s)
         self.shares = ShareWriter(spec, index, self.shm, self.ranks.numbers)
         self.exchange = Exchange(

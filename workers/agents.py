@@ -37,4 +37,4 @@ def make_agent(spec: GroupSpec, index: int) -> Any:
         "max_concurrency": 1000,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(ray.util.get_placement_group(spec.key), placement_group_bundle_index=index),
     }
-    return ray.remote(Agent).options(**options).remote(spec, index, address)
+    return ray.remote(Agent).options(**options).remote(spec, index, address, adopts=True)

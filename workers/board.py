@@ -21,7 +21,10 @@ from workers.messages import RankPhase
 MAGIC = 0x4B53424F41524431  # "KSBOARD1"
 SIZE = 8192
 RING = 64  # newest finished steps with their times
+MAX_STEP = 2**53 - 1  # a larger number is not the same in every JSON
+unix_time = time.time  # taken now: a script that replaces it must not change what is told
 
+_LATEST = 1e12  # Unix time
 _PHASES = tuple(RankPhase)
 _WORD = struct.Struct("<Q")
 _TIME = struct.Struct("<d")
@@ -71,7 +74,7 @@ class Board:
         with open(fresh, "w+b") as file:
             os.posix_fallocate(file.fileno(), 0, SIZE)  # a full /dev/shm is an error here, not a SIGBUS later
             board = cls(mmap.mmap(file.fileno(), SIZE))
-        now = time.time()
+        now = unix_time()
         for at, value in ((_AT_GENERATION, generation), (_AT_PID, pid), (_AT_PHASE, _PHASES.index(RankPhase.START))):
             board._put(at, value)
         for at in (_AT_PHASE_AT, _AT_STARTED_AT):
@@ -99,13 +102,13 @@ class Board:
         self._put(_AT_ATTACHED, 1)
 
     def phase(self, phase: RankPhase) -> None:
-        self._put_time(_AT_PHASE_AT, time.time())
+        self._put_time(_AT_PHASE_AT, unix_time())
         self._put(_AT_PHASE, _PHASES.index(phase))
 
     def restored(self, step: int) -> None:
         """State of ``step`` is in place (0: started from nothing)."""
         self._put(_AT_RESTORED, step)
-        self._put_time(_AT_RESTORED_AT, time.time())
+        self._put_time(_AT_RESTORED_AT, unix_time())
 
     def finish_step(self, step: int, at: float, phases_s: float = 0.0) -> None:
         """``step`` (counted from 1) was finished at Unix time ``at``; ``phases_s`` of the time since the step before were announced."""
@@ -116,7 +119,7 @@ class Board:
 
     def failed(self) -> None:
         """The script ended with an exception; the process is on its way out."""
-        self._put_time(_AT_FAILED_AT, time.time())
+        self._put_time(_AT_FAILED_AT, unix_time())
 
     def metrics(self, values: dict[str, float], nonfinite: dict[str, int] | None = None, since: int = 0) -> None:
         """Newest metrics, see BoardView; silently cut to what fits is worse than none, so too large a set raises ValueError."""
@@ -140,15 +143,16 @@ class Board:
         self._put(_AT_REQUEST, step)
 
     def read(self) -> BoardView:
-        step = self._get(_AT_STEP)
+        """Raises ValueError where it holds what no rank writes."""
+        step = self._step(_AT_STEP)
         metrics, nonfinite = self._read_metrics()
         ring = [_STEP.unpack_from(self._memory, _AT_RING + i * _STEP.size) for i in range(RING)]
-        found = sorted(entry for entry in ring if 0 < entry[0] <= step)
+        found = sorted(entry for entry in ring if 0 < entry[0] <= step and 0 <= entry[1] < _LATEST)
         steps = tuple((s, at) for s, at, _ in found)
         return BoardView(
             generation=self._get(_AT_GENERATION),
             pid=self._get(_AT_PID),
-            phase=_PHASES[self._get(_AT_PHASE)],
+            phase=self._phase(),
             phase_at=self._get_time(_AT_PHASE_AT),
             step=step,
             step_at=steps[-1][1] if steps else None,
@@ -156,14 +160,26 @@ class Board:
             gaps=tuple(max(0.0, later[1] - earlier[1] - later[2]) for earlier, later in pairwise(found)),
             started_at=self._get_time(_AT_STARTED_AT),
             first_step_at=self._get_time(_AT_FIRST_STEP_AT) or None,
-            restored=self._get(_AT_RESTORED),
+            restored=self._step(_AT_RESTORED),
             restored_at=self._get_time(_AT_RESTORED_AT) or None,
             failed_at=self._get_time(_AT_FAILED_AT) or None,
             attached=bool(self._get(_AT_ATTACHED)),
             metrics=metrics,
             nonfinite=nonfinite,
-            nonfinite_since=self._get(_AT_NONFINITE),
+            nonfinite_since=self._step(_AT_NONFINITE),
         )
+
+    def _phase(self) -> RankPhase:
+        number = self._get(_AT_PHASE)
+        if number >= len(_PHASES):
+            raise ValueError(f"no phase has the number {number}")
+        return _PHASES[number]
+
+    def _step(self, at: int) -> int:
+        step = self._get(at)
+        if step > MAX_STEP:
+            raise ValueError(f"{step} is no step")
+        return step
 
     def _read_metrics(self) -> tuple[dict[str, float], dict[str, int]]:
         before = self._get(_AT_METRICS)
@@ -188,4 +204,6 @@ class Board:
 
     def _get_time(self, at: int) -> float:
         value: float = _TIME.unpack_from(self._memory, at)[0]
+        if not 0 <= value < _LATEST:
+            raise ValueError(f"{value} is no time")
         return value

@@ -52,10 +52,12 @@ from workers.steady import SteadyClock
 
 _log = logging.getLogger(__name__)
 
+FOLLOW_S = 5.0  # for an agent, which may still be starting, to answer a new leader; asked again otherwise
 POLL_S = 3.0  # an agent that does not answer a poll for this long is missing
 ASK_S = 2.0  # for an answer of Ray
 ORDER_S = 60.0
-TAKE_OVER_S = 60.0  # for the agents whose nodes live to answer a new leader
+TAKE_OVER_S = 10.0  # for all agents of a group that has run to answer a new leader; agents that nobody leads would end themselves
+FIND_S = 60.0  # the same, before anything ran
 LONG_ORDERS = frozenset({"write_share", "stage", "copy_slots", "guard_copies", "try_restore"})  # bound by storage or size, not by us
 
 
@@ -163,10 +165,12 @@ class Coordinator:
         answers: dict[int, tuple[AgentStatus, int, Kept | None]] = {}
         started = time.monotonic()
         missing = [n.index for n in self.spec.nodes]
-        while missing and not self.closed and self.end_request is None and time.monotonic() - started < TAKE_OVER_S:
+        limit = FIND_S
+        while missing and not self.closed and self.end_request is None and time.monotonic() - started < limit:
             found = await asyncio.gather(*(self._find_agent(i) for i in missing))
             answers |= {index: answer for index, answer in zip(missing, found, strict=True) if answer is not None}
             missing = [i for i in missing if i not in answers and not self.seen[i].node_lost]
+            limit = TAKE_OVER_S if any(kept is not None for _, _, kept in answers.values()) else FIND_S
             if missing:
                 await asyncio.sleep(0.2)
         kept = max((k for _, _, k in answers.values() if k is not None), key=lambda k: (k.term, k.sequence), default=None)
@@ -187,7 +191,7 @@ class Coordinator:
         """Its answer to a leader without a term yet; None where it has none, for now or because its node is lost."""
         try:
             self.agents[index] = await asyncio.to_thread(make_agent, self.spec, index)
-            answer: tuple[AgentStatus, int, Kept | None] = await asyncio.wait_for(self.agents[index].follow.remote(0), 20)
+            answer: tuple[AgentStatus, int, Kept | None] = await asyncio.wait_for(self.agents[index].follow.remote(0), FOLLOW_S)
             return answer
         except NodeGone:
             self._lost(index)

@@ -79,7 +79,8 @@ def now_training(group: Group, ranks: tuple[RankReport, ...], now: float) -> Gro
         steps = "" if incident.lost_steps is None else f", {incident.lost_steps} steps lost"
         how = f"recovered in {incident.recovery_seconds:.3f} s from {incident.restored_from}"
         if "first_step" not in incident.phases_ms:
-            how = f"relaunched in {incident.recovery_seconds:.3f} s; the script reports no steps, so when it trained again is not known"
+            silent = "the script has made no new step" if group.attached else "the script reports no steps"
+            how = f"relaunched in {incident.recovery_seconds:.3f} s; {silent}, so when it trained again is not known"
         message = f"{incident.cause}: {how}{steps}"
         group = group.say(now, "Recovered", message, incident.blamed_rank)
     return replace(group, training=True)

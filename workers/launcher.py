@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from workers.processes import os_state
 from workers.rank import run_rank  # here, not after the fork: a rank would spend 15 ms of its restart on it
 from workers.reserve import await_order, settle
 
@@ -151,6 +152,10 @@ class Launcher:
         """Pid of the reserve that has got the order; None: there is none."""
         while self.reserves:
             pid, its = self.reserves.popitem()
+            if os_state(pid) in ("T", "t"):  # it would take the order when somebody lets it go on
+                its.close()
+                os.kill(pid, signal.SIGKILL)
+                continue
             with its, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # killed, and not yet collected
                 socket.send_fds(its, [json.dumps(order).encode()], [log])
                 return pid
@@ -278,12 +283,10 @@ def serve_store(order: dict[str, Any], answer: int) -> None:
 
 
 def main() -> None:
-    agent = os.getppid()
     link = socket.socket(fileno=int(sys.argv[1]))
     link.set_inheritable(False)
     config = json.loads(Path(sys.argv[2]).read_text())
-    die_with(agent)
-    become_subreaper()
+    become_subreaper()  # it ends when the agent lets go of the socket, by its death at the latest, and first all that is below it
     started = time.monotonic()
     gc.disable()  # imports make much and drop little: collecting meanwhile costs a fifth of their time
     problem = preload(config["framework"])

@@ -61,11 +61,12 @@ class Link:
 
     async def kill(self, wait_s: float) -> list[int]:
         """End a launcher that does not answer, stopped or stuck: all below it die with it. Returns it where it would not go."""
-        assert self.process is not None
-        self.process.kill()
+        process = self.process
+        assert process is not None
+        process.kill()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._gone.wait(), wait_s)
-        return [self.process.pid] if self.lives else []
+        return [process.pid] if self.lives and self.process is process else []
 
     def close(self) -> None:
         """Let go of the launcher, which ends it and everything below it, and wait for that."""

@@ -7,13 +7,13 @@ holds up no later question.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from workers.checkpoint.background import in_thread
-from workers.checkpoint.catalog import catalog, ever_committed, newest_generation, sweep
+from workers.checkpoint.catalog import CheckpointRef, catalog, ever_committed, newest_generation, sweep
 from workers.checkpoint.lease import Fenced, Lease, claim
 from workers.group import Doing, Group
-from workers.messages import CheckpointFound, GroupSpec
+from workers.messages import CheckpointFound, GroupSpec, Problem, Unfit
 
 READ_S = 30.0  # storage that has not listed its checkpoints by then is asked again
 USED_IN = frozenset({Doing.LOCATING, Doing.STAGING, Doing.FETCHING})
@@ -57,13 +57,20 @@ def read_catalog(spec: GroupSpec, generation: int) -> tuple[tuple[CheckpointFoun
 
     Takes the folder for this attempt, so that an earlier one commits nothing from now on. A folder without a manifest is a write that never
     ended; those of earlier attempts and generations are removed. It counts as damaged only where some checkpoint was once whole and none is
-    now: then it may be all that is left, and nothing is removed or started from zero. Raises Fenced, OSError.
+    now: then it may be all that is left, and nothing is removed or started from zero. What another job has written is not taken. Raises
+    Fenced, OSError.
     """
     past = newest_generation(spec.storage_url, spec.attempt)
     claim(spec.storage_url, Lease(spec.job_id, spec.attempt, max(generation, past)))
-    found = catalog(spec.storage_url)
+    found = [_ours(c, spec.job_id) for c in catalog(spec.storage_url)]
     whole = any(c.problem is None for c in found)
     if whole or not ever_committed(spec.storage_url):
         sweep(spec.storage_url, spec.attempt, max(generation, past))
         found = [c for c in found if c.manifest or whole]  # those are told once more, as skipped
     return tuple(CheckpointFound(c.url, c.step, c.problem, c.finite) for c in found), past
+
+
+def _ours(found: CheckpointRef, job_id: str) -> CheckpointRef:
+    if found.problem is not None or found.job_id == job_id:
+        return found
+    return replace(found, problem=Problem(Unfit.DAMAGED, f"it was written by job {found.job_id} and copied here; remove it"))

@@ -116,6 +116,7 @@ class GroupSpec:
     first_generation: int = 0  # generations count on over attempts of a job
     prior_failures: tuple[Failure, ...] = ()  # of earlier attempts: budgets survive every restart
     prior_best_step: int | None = None
+    committed_step: int = 0  # of the newest checkpoint that an earlier attempt committed; 0: none
     schema: int = SCHEMA
 
     @property

@@ -7,11 +7,13 @@ tells them from all others, orphans and daemons included. Strangers are never to
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 MARK = "KEEPSTEP_GROUP"
@@ -21,6 +23,7 @@ SHM = Path(os.environ.get(SHM_ROOT, "/dev/shm/keepstep"))  # one folder per node
 TMP_ROOT = "KEEPSTEP_TMP_ROOT"  # likewise
 TMP = Path(os.environ.get(TMP_ROOT) or f"{tempfile.gettempdir()}/keepstep")  # short: Unix sockets lie in here, their paths have 107 bytes
 REMOVE_S = 2.0
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def of_group(key: str) -> list[int]:
@@ -53,6 +56,35 @@ def _second_look(key: str) -> list[int]:
     """In the middle of an exec, and for no longer, a process shows no environment."""
     time.sleep(0.005)
     return of_group(key)
+
+
+def adopt_orphans() -> frozenset[int]:
+    """From now on what loses its parent below this process becomes its child. Returns the children that it has already."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    return frozenset(children())
+
+
+def end_orphans(own: Collection[int], wait_s: float = 5.0) -> None:
+    """SIGKILL to all children of this process but its ``own``, and to all below them, until none is left: even a cleared environment hides
+    nobody."""
+    deadline = time.monotonic() + wait_s
+    while (orphans := set(children()) - set(own)) and time.monotonic() < deadline:
+        for pid in [*orphans, *(p for orphan in orphans for p in below(orphan))]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in orphans:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.005)
+
+
+def children() -> list[int]:
+    """Of this process, whichever thread of it made them."""
+    found: list[int] = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/children", "rb") as file:
+            found += map(int, file.read().split())
+    return found
 
 
 def below(pid: int) -> list[int]:

@@ -27,7 +27,7 @@ from workers.link import Link
 from workers.logs import LogPump, log_name
 from workers.messages import ErrorReport, GroupSpec, LaunchOrder, RankReport, RankState
 from workers.ports import ReservedPort
-from workers.processes import end_group, os_state
+from workers.processes import end_group, end_orphans, os_state
 from workers.rank import parse_python
 from workers.reports import from_board, urgent
 from workers.signs import Signs
@@ -65,6 +65,7 @@ class Ranks:
         self._pump = LogPump(lambda rank, text: self.notes.append((rank, "LogProblem", text)))
         self._link = Link(self._heard, self._launcher_ended)
         self._early_deaths = 0  # of launchers that were never ready
+        self._untouched = True  # this launcher has made no rank, so it has nothing to stop
         self._drill_cgroup: Path | None = None  # of the newest oom drill
         self.drilled: str | None = None  # a drill that will end the whole agent
         self._stores: dict[int, asyncio.Future[int]] = {}
@@ -72,6 +73,7 @@ class Ranks:
         self._killed: dict[int, asyncio.Future[list[int]]] = {}
         self._trial: asyncio.Future[int] | None = None
         self.port = ReservedPort()
+        self.own: frozenset[int] | None = None  # children of this process that are not below a launcher; None: it adopts no orphans
 
     # the launcher
 
@@ -80,6 +82,7 @@ class Ranks:
         command = {"framework": self.spec.framework, "command": list(self.spec.command), "cwd": str(cwd), "shm": str(self.shm)}
         env = launcher_environment(os.environ, self.spec, self.index, self._interface, str(self.tmp))
         self._link.start(self.shm / "launcher.json", command, env, self.shm / "launcher.err")
+        self._untouched = True
         self.saved = str(saved_folder(cwd))
         checkpoints, temporary = local_path(self.spec.storage_url), self.spec.env.get("TMPDIR") or str(self.tmp)
         self._folders = [str(cwd), self.saved, *([str(checkpoints)] if checkpoints else []), temporary, str(self.shm)]
@@ -91,7 +94,7 @@ class Ranks:
         """The launcher takes its ranks with it (they die with their parent); a new one is started by the agent."""
         self._count_early_death(code)
         self.ready = False
-        end_group(f"{self.spec.key}.{self.index}")
+        self._end_all()
         for number, rank in self._ranks.items():
             if rank.report.ended_at is None:
                 rank.report = replace(rank.report, launcher_lost=not rank.report.ours)
@@ -209,7 +212,7 @@ class Ranks:
 
     def launch(self, order: LaunchOrder, staged: str | None) -> None:
         """Fork the ranks of a generation; their pids follow. Raises ConnectionError when the launcher is gone."""
-        self.generation, self._met_here = order.generation, order.agent_store and self.index == 0
+        self.generation, self._met_here, self._untouched = order.generation, order.agent_store and self.index == 0, False
         for local_rank, number in enumerate(self.numbers):
             (self.shm / f"error-{number}.json").unlink(missing_ok=True)
             (self.shm / f"board-{number}").unlink(missing_ok=True)
@@ -229,8 +232,8 @@ class Ranks:
         for rank in self._ranks.values():
             if rank.report.ended_at is None:
                 rank.report = replace(rank.report, ours=True)
-        if not self.launcher_lives:
-            return []
+        if not self.launcher_lives or self._untouched:
+            return []  # a launcher that still imports would not hear of it for seconds
         if generation not in self._killed:
             self._killed[generation] = asyncio.get_running_loop().create_future()
             self._link.say(op="kill", generation=generation)
@@ -308,7 +311,9 @@ class Ranks:
 
     def metrics(self) -> dict[str, float]:
         rank = self._ranks.get(0)
-        return rank.board.read().metrics if rank is not None and rank.board is not None else {}
+        with contextlib.suppress(ValueError):
+            return rank.board.read().metrics if rank is not None and rank.board is not None else {}
+        return {}
 
     def pids(self) -> dict[int, int]:
         """Process of each rank that lives."""
@@ -349,7 +354,10 @@ class Ranks:
                 rank.board = Board.open(self.shm / f"board-{report.rank}")
         if rank.board is None:
             return
-        seen = rank.board.read()
+        try:
+            seen = rank.board.read()
+        except ValueError:  # written over; a rank that shows nothing any more counts as silent
+            return
         if seen.generation != report.generation:
             rank.board = None
             return
@@ -365,11 +373,18 @@ class Ranks:
     def close(self) -> list[int]:
         """End the launcher and everything below it; returns pids that would not go."""
         self._link.close()
-        left = end_group(f"{self.spec.key}.{self.index}")
+        left = self._end_all()
         remove_cgroup(self._drill_cgroup)
         self.port.free()
         for number in self.numbers:
             self._pump.close(number)
+        return left
+
+    def _end_all(self) -> list[int]:
+        """What a launcher that is gone has left; returns pids that would not go."""
+        left = end_group(f"{self.spec.key}.{self.index}")
+        if self.own is not None:
+            end_orphans(self.own)
         return left
 
     def settle(self) -> None:

@@ -43,7 +43,7 @@ from workers.group import (
     ranks_of,
 )
 from workers.hangs import judge_hang
-from workers.incidents import now_training
+from workers.incidents import now_training, put
 from workers.locating import POISONED, from_peers, leave_poisoned, newest_generation, pass_over, whole_in_memory, without_storage
 from workers.messages import CheckpointFound, FailureClass, Outcome, RankReport, RestoreOrder, Source, Unfit
 from workers.verdict import failed, judge, judge_metrics, judge_success, judge_unseen_files, only_secondary, secondary
@@ -146,6 +146,10 @@ def _from_storage(group: Group, seen: Seen, now: float, catalog: tuple[Checkpoin
     if bad:
         listed = "; ".join(f"step {c.step}: {c.problem}" for c in bad[:10])
         message = f"no checkpoint can be restored, and starting from zero would lose all steps: {listed}"
+        return close_group(group, now, Outcome.FAILED, "NoValidCheckpoint", message)
+    committed = max([group.spec.committed_step, *(c.step for c in group.checkpoints)])
+    if committed:
+        message = f"storage holds no checkpoint, though one of step {committed} was committed; put it back, or submit the job anew"
         return close_group(group, now, Outcome.FAILED, "NoValidCheckpoint", message)
     if group.best_step:
         group = group.say(now, "StartedFromZero", f"no snapshot and no checkpoint exists; {group.best_step} steps are done again")
@@ -257,6 +261,7 @@ def _launch_from(group: Group, seen: Seen, now: float, restore: RestoreOrder) ->
         resumed = restore.step if incident.last_step is not None else None
         source = restore.source if incident.last_step is not None else Source.NONE
         recovery = replace(recovery, incident=replace(incident, restored_from=source, resumed_step=resumed, lost_steps=lost))
+        group = put(group, recovery.incident)
     elif restore.source == Source.STORAGE:
         group = group.say(now, "Restoring", f"resuming from the checkpoint of step {restore.step}")
     group = replace(

@@ -22,7 +22,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 from workers.agreement import LAG, Agreement
-from workers.board import Board
+from workers.board import MAX_STEP, Board, unix_time
 from workers.checkpoint.admission import leave_note, sentence
 from workers.checkpoint.cadence import Cadence, decision_at
 from workers.checkpoint.elastic import CONSENT, adapt
@@ -170,6 +170,8 @@ class Run:
             self._step_seconds = now - self._step_ended
             self._cadence.observe_step(self._step_seconds)
         self.steps += 1
+        if not 0 < self.steps <= MAX_STEP:
+            raise ValueError(f"run.steps: {self.steps} is no number of finished steps, they are 1 to 2**53 - 1; let `step` count them")
         if self._parts is not None:
             for name in self._parts.keys() & values.keys():
                 self._parts[name] = values.pop(name)
@@ -181,7 +183,7 @@ class Run:
                 self._enter(RankPhase.STEP)
             if values:
                 self._show({name: _number(name, value) for name, value in values.items()})
-            self._board.finish_step(self.steps, time.time(), self._phases_s)
+            self._board.finish_step(self.steps, unix_time(), self._phases_s)
             self._phases_s = 0.0
         if self._writer is not None:
             self._snapshot_if_due()

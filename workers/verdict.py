@@ -154,7 +154,8 @@ def _early_exit(early: RankReport, victim: RankReport) -> Verdict:
 def _by_signal(rank: RankReport) -> Verdict:
     assert rank.signal is not None
     name = signals.Signals(rank.signal).name if rank.signal in set(signals.Signals) else f"signal {rank.signal}"
-    kind, cause, signature = FailureClass.INFRASTRUCTURE, "signal", f"signal {name} rank {rank.rank}"
+    who = f" rank {rank.rank}" if rank.signal in KILLS else ""  # a program aborts now on this rank, now on that
+    kind, cause, signature = FailureClass.INFRASTRUCTURE, "signal", f"signal {name}{who}"
     how = f", sent by drill {rank.drill}" if rank.drill else ""
     if rank.signal == signals.SIGKILL and rank.oom_killed is not None and rank.drill != "kill":
         kind, cause, signature = FailureClass.OUT_OF_MEMORY, "oom_killed", "oom_killed"

@@ -65,4 +65,5 @@ def group_spec(job: Job, attempt: Attempt, roots: Roots) -> GroupSpec:
         first_generation=attempt.first_generation,
         prior_failures=job.failures,
         prior_best_step=job.best_step,
+        committed_step=job.checkpoint_step or 0,
     )

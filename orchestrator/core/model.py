@@ -31,6 +31,7 @@ class Job:
     generation: int = -1  # newest generation started, over all attempts
     step: int | None = None
     best_step: int | None = None
+    checkpoint_step: int | None = None  # of the newest checkpoint that was committed
     metrics: dict[str, float] = field(default_factory=dict)
     failures: tuple[Failure, ...] = ()  # what the budgets have paid, newest last
     restarts: int = 0  # how often ranks were started again, over all attempts

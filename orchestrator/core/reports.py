@@ -35,6 +35,7 @@ def learn(d: Decision, report: GroupReport) -> None:
     d.learn(
         step=next((step for step in (report.step, report.resumed_step) if step is not None), d.job.step),
         best_step=newest(d.job.best_step, report.best_step),
+        checkpoint_step=newest(d.job.checkpoint_step, max((c.step for c in report.checkpoints), default=None)),
         metrics=report.metrics or d.job.metrics,
         saving=report.saving,
         generation=generation,

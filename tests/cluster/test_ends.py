@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from datetime import datetime
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.cluster.conftest import Job, Server, kill, wait_for
@@ -58,10 +60,15 @@ def test_a_rank_that_ignores_sigterm_is_ended_after_the_grace(server: Server) ->
 
 
 def test_daemons_and_helpers_end_with_their_rank_their_agent_and_their_job(server: Server) -> None:
-    job = server.counting("0:3:orphan")
-    for end in ("rank", "agent", "job"):
+    hidden = f"{os.getpid()}.{time.monotonic_ns()}"  # its environment is empty, so it is known by what it is told
+    job = server.counting("0:3:orphan", env={"HIDDEN": hidden})
+    for end in ("rank", "launcher", "agent", "job"):
+        wait_for("the hidden daemon runs", lambda: started(hidden))
         sleeps = wait_for("the daemon runs", lambda: [p for p in job.processes() if b"sleep" in Path(f"/proc/{p}/cmdline").read_bytes()])
+        sleeps += started(hidden)
         match end:
+            case "launcher":
+                kill(psutil.Process(job.pid(0)).ppid())
             case "rank":
                 kill(job.pid(0))
             case "agent":
@@ -70,8 +77,12 @@ def test_daemons_and_helpers_end_with_their_rank_their_agent_and_their_job(serve
                 job.let_finish()
         wait_for("the daemons are gone", lambda pids=sleeps: not any(Path(f"/proc/{p}").exists() for p in pids))
     ended = job.wait()
-    assert (ended["state"], ended["generation"]) == ("SUCCEEDED", 2)
+    assert (ended["state"], ended["generation"]) == ("SUCCEEDED", 3)
     assert_all_free(server, job)
+
+
+def started(hidden: str) -> list[int]:
+    return [p.pid for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", hidden]]
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.05, 0.2])

@@ -27,7 +27,7 @@ from tests.state.peered import (
 from workers import cgroups
 from workers import exchange as exchanging
 from workers.checkpoint import peers, room
-from workers.checkpoint.peers import OWN, SHARED
+from workers.checkpoint.peers import OWN, SHARED, offer
 from workers.checkpoint.slots import COMPLETE
 from workers.exchange import Exchange
 from workers.messages import Offer
@@ -79,6 +79,16 @@ def test_only_what_is_lost_is_fetched_when_the_copy_is_of_the_newest_step(nodes:
     assert [f.rank for f in plan(nodes).fetches] == [3]
     assert run(fetch(nodes)) == 41
     nodes[1].check(41)
+
+
+def test_a_copy_is_offered_before_the_slot_that_its_rank_may_write_over(nodes: list[Node]) -> None:
+    for node in nodes:
+        node.step(41, pin=True)
+    run(mirror(nodes, 41))
+    for rank in nodes[0].ranks:
+        given = offer(nodes[0].shm, nodes[0].ranks, rank, 41, OWN)
+        assert given is not None
+        assert given.name.startswith("copies-41/")
 
 
 @pytest.mark.parametrize("part", [SHARED, OWN])

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -395,3 +396,22 @@ def test_a_child_that_the_script_forks_ends_as_itself(shm: Path) -> None:
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=60)
     assert (done.stdout, done.returncode) == ("step 3\n", 0), done.stderr
     assert (kept(shm), Board.open(shm / "board-0").read().phase) == (3, "done")
+
+
+def test_a_number_of_steps_that_nobody_can_keep_is_refused(shm: Path) -> None:
+    run = rank(shm)
+    run.restore(state={"w": np.zeros(3)})
+    run.steps = 2**53 - 2
+    run.step()
+    with pytest.raises(ValueError, match=r"run.steps: 9007199254740992 is no number of finished steps"):
+        run.step()
+    assert Board.open(shm / "board-0").read().step == 2**53 - 1
+
+
+def test_a_script_that_replaces_the_time_changes_no_time_of_ours(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = rank(shm)
+    run.restore(state={"w": np.zeros(3)})
+    really = time.time()
+    monkeypatch.setattr(time, "time", lambda: really + 400 * 86400)
+    run.step()
+    assert Board.open(shm / "board-0").read().step_at == pytest.approx(really, abs=60)

@@ -130,6 +130,7 @@ def full_step(job: Job) -> JobStep:
         failures=(failure, replace(failure, step=None)),
         restarts=4,
         stalled=1,
+        checkpoint_step=40,
         open_incidents=(incident(job),),
         unreachable_since=T0 + 0.5,
         started_at=T0 + 0.75,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import random
 import struct
 import subprocess
 import sys
@@ -180,3 +182,18 @@ def test_metrics_that_are_not_finite_are_told_with_their_first_step(board: Board
     assert (seen.nonfinite, seen.nonfinite_since) == ({"loss": 15, "norm": 16}, 15)
     board.metrics({"loss": 1.0}, {"loss": 15, "norm": 16})
     assert (board.read().nonfinite, board.read().nonfinite_since) == ({"loss": 15, "norm": 16}, 0)
+
+
+@pytest.mark.parametrize("at", [layout._AT_PHASE, layout._AT_STEP, layout._AT_RESTORED, layout._AT_PHASE_AT, layout._AT_NONFINITE])
+def test_what_no_rank_writes_is_an_error_of_one_kind(board: Board, at: int) -> None:
+    board.finish_step(3, 1000.0)
+    board._memory[at : at + 8] = b"\xff" * 8
+    with pytest.raises(ValueError, match=r"is no|no phase"):
+        board.read()
+
+
+def test_random_bytes_raise_nothing_else(board: Board) -> None:
+    for seed in range(200):
+        board._memory[8:SIZE] = random.Random(seed).randbytes(SIZE - 8)
+        with contextlib.suppress(ValueError):
+            board.read()

@@ -11,10 +11,11 @@ import pytest
 
 from tests.workers.make import GENERATION, NOW, group, spec
 from workers import listing as listings
+from workers.checkpoint.catalog import CheckpointRef
 from workers.checkpoint.lease import Fenced
 from workers.group import Doing, Group
-from workers.listing import Listing
-from workers.messages import CheckpointFound
+from workers.listing import Listing, read_catalog
+from workers.messages import CheckpointFound, Problem, Unfit
 
 FOUND = (CheckpointFound("/c/30", 30),)
 ASKED = group(Doing.LOCATING, NOW)
@@ -68,3 +69,12 @@ def test_storage_that_never_answers_is_told_and_asked_again(monkeypatch: pytest.
     asyncio.run(listing.read(NOW))
     released.set()
     assert listing.problem == "/storage/job-x did not answer within 0 s"
+
+
+def test_what_another_job_has_written_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = spec(storage_url=str(tmp_path))
+    refs = [CheckpointRef(f"/c/{step}", step, 1, 0, 2, None, True, True, job) for step, job in ((30, "job-other"), (20, given.job_id))]
+    monkeypatch.setattr(listings, "catalog", lambda url: refs)
+    foreign, own = read_catalog(given, 0)[0]
+    assert (own.step, own.problem) == (20, None)
+    assert (foreign.step, foreign.problem) == (30, Problem(Unfit.DAMAGED, "it was written by job job-other and copied here; remove it"))

@@ -251,6 +251,13 @@ def test_staging_waits_for_every_node() -> None:
     assert short(decision) == (Doing.STAGING, (Stage(url),), "ReadingCheckpoint")
 
 
+@pytest.mark.parametrize(("given", "made"), [(spec(committed_step=30), ()), (spec(), (committed(30),))])
+def test_storage_that_has_lost_all_checkpoints_is_no_reason_to_start_from_zero(given: Any, made: Any) -> None:
+    after = decide(group(Doing.LOCATING, given=given, checkpoints=made), idle(catalog=()), NOW).group
+    assert (after.outcome, after.reason) == (Outcome.FAILED, "NoValidCheckpoint")
+    assert "though one of step 30 was committed" in after.message
+
+
 def test_a_folder_that_belongs_to_another_ends_the_attempt_with_the_reason() -> None:
     decision = decide(group(Doing.LOCATING), idle(refused="/s belongs to job b"), NOW)
     assert short(decision) == (Doing.CLOSING, STOP, "StorageRefused")

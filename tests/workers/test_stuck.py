@@ -40,6 +40,27 @@ def test_a_launcher_that_does_not_answer_is_ended_with_its_ranks(tmp_path: Path,
     assert asyncio.run(run()) == []
 
 
+def test_a_launcher_that_still_imports_is_not_asked_to_stop_what_it_does_not_have(tmp_path: Path) -> None:
+    """It would answer after the import only, which takes longer than the patience with one that does not answer."""
+
+    async def run() -> None:
+        async with ranked(tmp_path, SLEEPS, ranks=2) as one:
+            first = one.ranks.launcher_pid
+            assert first is not None
+            os.kill(first, signal.SIGKILL)
+            await one.until(lambda: not one.ranks.living)
+            one.ranks.start_launcher(one.work)
+            second = one.ranks.launcher_pid
+            assert second is not None
+            os.kill(second, signal.SIGSTOP)
+            assert await asyncio.wait_for(one.ranks.stop(0), 1) == []
+            os.kill(second, signal.SIGCONT)
+            await one.until(lambda: one.ranks.ready)
+            assert one.ranks.launcher_pid == second
+
+    asyncio.run(run())
+
+
 def test_an_exception_with_bytes_that_are_no_text_can_be_kept_and_told(tmp_path: Path) -> None:
     async def run() -> str:
         async with ranked(tmp_path, "raise FileNotFoundError('caf\\udce9.txt')\n") as one:

@@ -31,8 +31,8 @@ def raised(type: str, message: str = "") -> RankReport:
     ("ranks", "kind", "cause", "blamed", "signature"),
     [
         pytest.param([rank(0), ended(1, -9)], INFRASTRUCTURE, "signal", 1, "signal SIGKILL rank 1", id="killed"),
-        pytest.param([rank(0), ended(1, -11)], INFRASTRUCTURE, "signal", 1, "signal SIGSEGV rank 1", id="segmentation fault"),
-        pytest.param([rank(0), ended(1, -40)], INFRASTRUCTURE, "signal", 1, "signal signal 40 rank 1", id="a signal without a name"),
+        pytest.param([rank(0), ended(1, -11)], INFRASTRUCTURE, "signal", 1, "signal SIGSEGV", id="segmentation fault"),
+        pytest.param([rank(0), ended(1, -40)], INFRASTRUCTURE, "signal", 1, "signal signal 40", id="a signal without a name"),
         pytest.param(
             [VICTIM, ended(1, -9, NOW)], INFRASTRUCTURE, "signal", 1, "signal SIGKILL rank 1", id="signal, seen after its consequence"
         ),
@@ -105,7 +105,7 @@ def raised(type: str, message: str = "") -> RankReport:
             id="a drill's SIGKILL while another was killed for memory",
         ),
         pytest.param(
-            [ended(1, -11, oom_killed="counted")], INFRASTRUCTURE, "signal", 1, "signal SIGSEGV rank 1", id="no SIGKILL, no kill for memory"
+            [ended(1, -11, oom_killed="counted")], INFRASTRUCTURE, "signal", 1, "signal SIGSEGV", id="no SIGKILL, no kill for memory"
         ),
         pytest.param(
             [ended(0, -9, ours=True, oom_killed="counted"), ended(1, 3)], USER, "exit_code", 1, "exit code 3 rank 1", id="our kill"

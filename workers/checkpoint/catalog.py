@@ -52,6 +52,7 @@ class CheckpointRef:
     problem: Problem | None
     manifest: bool  # there is one, readable or not
     finite: bool = True  # see checkpoint.format
+    job_id: str = ""  # as its manifest tells
 
 
 def catalog(storage_url: str) -> list[CheckpointRef]:
@@ -68,7 +69,7 @@ def catalog(storage_url: str) -> list[CheckpointRef]:
             manifest = _manifest(folder)
             if (manifest.step, manifest.attempt, manifest.generation) != parsed:
                 raise StateError(f"its manifest is that of step {manifest.step}, attempt {manifest.attempt}; the folder was renamed")
-            refs.append(CheckpointRef(folder.url, *parsed, manifest.world_size, None, True, manifest.finite))
+            refs.append(CheckpointRef(folder.url, *parsed, manifest.world_size, None, True, manifest.finite, manifest.job_id))
         except StateError as error:
             refs.append(CheckpointRef(folder.url, *parsed, 0, problem_of(error), folder.size(MANIFEST) is not None))
         except OSError as error:

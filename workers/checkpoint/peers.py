@@ -97,9 +97,9 @@ def sizes(shm: Path, ranks: Sequence[int], step: int) -> tuple[int, int]:
 
 def offer(shm: Path, ranks: Collection[int], rank: int, step: int, part: str) -> Offer | None:
     """Where a part of a rank's state of ``step`` lies here, read and found sound; None where it does not. ``ranks``: the node's own."""
-    files = [path for _, _, path, header in headers(shm, [rank]) if header.complete and header.step == step]
-    if part == OWN or rank in ranks:
-        files.append(shm / f"copies-{step}" / f"snap-{rank}-0")
+    copies = [shm / f"copies-{step}" / f"snap-{rank}-0"] if part == OWN or rank in ranks else []
+    # Copies first: a slot is the rank's own to write over while it is read.
+    files = [*copies, *(path for _, _, path, header in headers(shm, [rank]) if header.complete and header.step == step)]
     for path in files:
         header = read_header(path)
         if header is not None and header.complete and (header.rank, header.step) == (rank, step) and sound(path, header, part):

@@ -107,8 +107,10 @@ class LocalFolder:
             _sync_folder(self._path)
 
     def remove_all(self) -> None:
-        """The folder with all in it; a name that something else removed meanwhile is fine."""
-        shutil.rmtree(self._path, ignore_errors=True)
+        """The folder with all in it, wherever a link leads; a name that something else removed meanwhile is fine."""
+        shutil.rmtree(self._path.resolve(), ignore_errors=True)
+        if self._path.is_symlink():
+            self._path.unlink(missing_ok=True)
 
     def exists(self) -> bool:
         return self._path.exists()

@@ -66,7 +66,10 @@ def scalars_json(scalars: Sequence[Any]) -> str:
     try:
         return _FINITE.encode(scalars)
     except ValueError:
-        return json.dumps([_encode(value, "", [], 0, None) for value in scalars])
+        try:
+            return json.dumps([_encode(value, "", [], 0, None) for value in scalars])
+        except ValueError as error:
+            raise StateError(f"state: a number cannot be saved: {error}; keep large numbers as text or bytes") from error
 
 
 def fill(skeleton: Any, scalars: Sequence[Any]) -> Any:

@@ -69,6 +69,7 @@ JOBS = Table(
     _number("generation"),
     _number("step", null=True),
     _number("best_step", null=True),
+    _number("checkpoint_step", null=True),
     _json("metrics"),
     _json("failures"),
     _number("restarts"),

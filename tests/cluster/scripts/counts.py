@@ -15,6 +15,7 @@ def fault(step: int) -> None:
     for plan in os.environ.get("FAULT", "").split(","):
         if plan == f"{os.environ['KEEPSTEP_RANK']}:{step}:orphan":
             subprocess.Popen(["setsid", "sh", "-c", "sleep 3001 & sleep 3002"])
+            subprocess.Popen(["setsid", "env", "-i", "sleep", os.environ.get("HIDDEN", "3003")])
         if plan == f"{os.environ['KEEPSTEP_RANK']}:{step}:flood":
             for _ in range(FLOOD >> 18):
                 os.write(1, (b"x" * 1023 + b"\n") * 256)
