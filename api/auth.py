@@ -27,7 +27,8 @@ class BearerToken:
         if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in OPEN) or self._authentic(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            detail = "send `Authorization: Bearer <token>`; the token is in the file `token` of the server's state folder"
+            what = "that is not this server's token" if "authorization" in Headers(scope=scope) else "no token came"
+            detail = f"{what}: send `Authorization: Bearer <token>`; it is in the file `token` of the server's state folder"
             refusal = errors.answer(401, "not_authenticated", detail, headers={"WWW-Authenticate": "Bearer"})
             await refusal(scope, receive, send)
         else:  # a websocket

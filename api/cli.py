@@ -59,6 +59,8 @@ def main() -> None:
         _fail(*lines)
     except (ServerDown, SettingsError, PackingError, Unavailable) as error:
         _fail(str(error))
+    except OSError as error:
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
 
 
 def _fail(*lines: str) -> None:

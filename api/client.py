@@ -188,7 +188,10 @@ class Client:
 
 
 def ref_path(ref: str, *rest: str) -> str:
-    """Path of a job by id or name, whatever characters the name has."""
+    """Path of a job by id or name, whatever characters the name has. Raises ApiError for what no path can hold, and no job is called."""
+    if ref in ("", ".", ".."):
+        detail = f"no job has the id or name {ref!r}; `keepstep ls` lists them"
+        raise ApiError({"status": 404, "code": "job_not_found", "detail": detail})
     return "/".join(["/jobs", quote(ref, safe=""), *rest])
 
 

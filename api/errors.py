@@ -47,6 +47,7 @@ TITLES = {
     400: "Bad request", 401: "Not authenticated", 404: "Not found", 405: "Method not allowed", 409: "Conflict", 411: "Length required",
     413: "Content too large", 415: "Unsupported media type", 422: "Invalid input", 500: "Internal error", 503: "Not available now",
 }  # fmt: skip
+OF_SPEC = {"bundle_not_found": "bundle", "storage_unusable": "checkpoint.storage"}
 CODES = {401: "not_authenticated", 404: "no_such_route", 405: "method_not_allowed"}
 
 
@@ -92,8 +93,9 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(Refused)
     async def _refused(_: Request, error: Refused) -> JSONResponse:
-        if error.code == "bundle_not_found":  # the spec is what is wrong, not the state of a job
-            return answer(422, error.code, str(error), [FieldProblem(field="bundle", message=str(error).removeprefix("bundle: "))])
+        field = OF_SPEC.get(error.code)
+        if field is not None:  # the spec is what is wrong, not the state of a job
+            return answer(422, error.code, str(error), [FieldProblem(field=field, message=str(error).removeprefix(f"{field}: "))])
         return answer(409, error.code, str(error))
 
     @app.exception_handler(KeyReused)

@@ -75,7 +75,7 @@ def parse_cursor(text: str) -> Cursor:
 
 async def pieces(logs: LogStore, wanted: Wanted, job: Job, ask: Callable[[], Job], since: Cursor | None) -> AsyncIterator[Piece | Job]:
     """All that is ``wanted``, from the newest attempt on (of an earlier one only a generation that is named), and between the pieces
-    the job whenever its state or reason has changed.
+    the job whenever its state or reason has changed or its ranks were started anew.
 
     Ends when everything was sent and, following, the job is final or a newer generation has taken over from the one that was named.
     """
@@ -85,7 +85,7 @@ async def pieces(logs: LogStore, wanted: Wanted, job: Job, ask: Callable[[], Job
     while True:
         if wanted.follow and not job.state.final and time.monotonic() - asked_at >= ASK_S:
             before, job, asked_at = job, await asyncio.to_thread(ask), time.monotonic()
-            if (job.state, job.reason) != (before.state, before.reason):
+            if _shown(job) != _shown(before):
                 yield job
         final = job.state.final or not wanted.follow
         cursor = cursor or await asyncio.to_thread(_start, logs, wanted, attempt, None)
@@ -106,6 +106,22 @@ async def pieces(logs: LogStore, wanted: Wanted, job: Job, ask: Callable[[], Job
         else:
             await asyncio.sleep(POLL_S)
             settled = bool(ahead)
+
+
+def _shown(job: Job) -> tuple[object, ...]:
+    return job.state, job.reason, job.attempt, job.generation
+
+
+async def begun(source: AsyncIterator[Piece | Job]) -> AsyncIterator[Piece | Job]:
+    """The same, with the first of it taken already: what cannot even begin is told while an error can still be answered."""
+    first = await anext(source)
+
+    async def all_of_it() -> AsyncIterator[Piece | Job]:
+        yield first
+        async for rest in source:
+            yield rest
+
+    return all_of_it()
 
 
 def _start(logs: LogStore, wanted: Wanted, attempt: int, tail: int | None) -> Cursor | None:
@@ -168,7 +184,7 @@ async def as_events(source: AsyncIterator[Piece | Job]) -> AsyncIterator[bytes]:
     data: dict[str, Any] = {}
     async for piece in source:
         if isinstance(piece, Job):
-            data = {"id": piece.id, "state": piece.state, "reason": piece.reason, "message": piece.message}
+            data = {"id": piece.id, "state": piece.state, "reason": piece.reason, "message": piece.message, "generation": piece.generation}
             yield f"event: job\ndata: {json.dumps(data)}\n\n".encode()
         else:
             line = {"attempt": piece.attempt, "generation": piece.generation, "rank": piece.rank, "text": piece.text}

@@ -262,7 +262,12 @@ class PlanOut(BaseModel):
         if isinstance(answer, Waiting):
             return cls(fits=False, reason=answer.reason, message=answer.message, nodes=[])
         nodes = [NodeRef(index=place.index, node_id=place.node_id) for place in answer.nodes]
-        return cls(fits=True, reason=Reason.PLACED, message=f"would start at once on {len(nodes)} nodes", nodes=nodes)
+        return cls(
+            fits=True,
+            reason=Reason.PLACED,
+            message=f"would start at once on {len(nodes)} node{'' if len(nodes) == 1 else 's'}",
+            nodes=nodes,
+        )
 
 
 class NodeOut(BaseModel):

@@ -90,6 +90,9 @@ def running(settings: Settings, nodes: int | None, gpus_per_node: int) -> Iterat
     from orchestrator.adapters.ray.groups import RayGroups
     from orchestrator.adapters.ray.nodes import RayNodes
 
+    problem = StoredCheckpoints().unusable(settings.storage)
+    if problem is not None:
+        raise SettingsError(f"storage: {problem}")
     upgrade_database(settings)
     clock = SystemClock()
     with ExitStack() as stack:

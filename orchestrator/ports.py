@@ -67,6 +67,10 @@ class Archive:
 class Checkpoints(Protocol):
     """Checkpoints in storage, by url. Raises Unavailable where storage does not answer, or is asked for too much at once."""
 
+    def unusable(self, url: str) -> str | None:
+        """Why no folder can be at ``url``, with the remedy; None: nothing that this server knows speaks against it."""
+        ...
+
     def verify(self, url: str) -> str | None:
         """Read every byte; None when all hold, else the problem as a sentence."""
         ...

@@ -66,7 +66,9 @@ class Service:
         self._new_id = new_id or new_job_id
 
     def submit(self, spec: JobSpec, idempotency_key: str | None, body_hash: str) -> tuple[Job, bool]:
-        """The new job, or the one that the same key made before, and whether it is new. Raises Refused ``bundle_not_found``."""
+        """The new job, or the one that the same key made before, and whether it is new. Raises Refused ``bundle_not_found``,
+        ``storage_unusable``."""
+        self._check_storage(spec)
         if spec.bundle is not None and not self._bundle_exists(spec.bundle):
             raise Refused("bundle_not_found", f"bundle: {spec.bundle} was not uploaded; PUT /api/v1/bundles/{spec.bundle} first")
         now = self._clock.now()
@@ -77,7 +79,11 @@ class Service:
         return saved, created
 
     def plan(self, spec: JobSpec) -> Placement | Waiting:
-        """Where a job would be placed if it were submitted now, or why it would wait. Changes nothing."""
+        """Where a job would be placed if it were submitted now, or why it would wait. Changes nothing.
+
+        Raises Refused ``storage_unusable``.
+        """
+        self._check_storage(spec)
         world, now = self._observer.world(), self._clock.now()
         new = Job("job-planned", spec.name, spec, JobState.PENDING, str(Reason.SUBMITTED), "", now)
         waiting = [job for job in world.jobs if job.state is JobState.PENDING and job.desired is Desired.RUN]
@@ -239,6 +245,11 @@ class Service:
                 job = self.job(job.id)
             else:
                 return
+
+    def _check_storage(self, spec: JobSpec) -> None:
+        problem = self._stored.unusable(spec.checkpoint.storage) if spec.checkpoint.storage is not None else None
+        if problem is not None:
+            raise Refused("storage_unusable", problem)
 
     def _one(self, ref: str) -> Job:
         """The job that a verb means; a name must not be shared by several that are active."""

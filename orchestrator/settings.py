@@ -46,6 +46,11 @@ class Settings(BaseSettings):
                 raise ValueError(f"must be at least {MIN_TOKEN} printable ASCII characters without blanks")
         return token
 
+    @field_validator("storage")
+    @classmethod
+    def _same_from_every_folder(cls, storage: str) -> str:
+        return storage if "://" in storage else str(Path(storage).expanduser().absolute())
+
     @model_validator(mode="before")
     @classmethod
     def _defaults(cls, values: dict[str, Any]) -> dict[str, Any]:

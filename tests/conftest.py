@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Here and not in tests/simulation, for pytest must know options before it looks into folders."""
     parser.addoption("--sim-seeds", type=int, default=200, help="how many seeds the simulation runs, from 0")
     parser.addoption("--sim-seed", type=int, default=None, help="run the simulation with this seed only")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Started in the background, a shell's child ignores SIGINT and so would all that tests start, though they interrupt some of it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -357,7 +357,7 @@ class Coordinator:
             checks=group.checks,
             saving=self.saver.progress,
             started_at=group.started_at,
-            resumed_step=group.restore.step if group.restore else None,
+            resumed_step=group.restore.step if group.restore and (group.attached or group.restore.source != Source.NONE) else None,
             restored_from=group.restore.source if group.restore else Source.NONE,
             outcome=group.outcome if phase == GroupPhase.ENDED else None,
             ended_at=group.ended_at,

@@ -36,7 +36,8 @@ def finish(group: Group, seen: Seen, now: float) -> Decision:
         if group.best_step is None and not group.checkpoints and group.spec.success_steps is None and not group.spec.success_files:
             text = "all ranks ended with 0; the job reported no step and made no checkpoint: `success` in the spec tells how to check it"
             group = group.say(now, "FinishedWithoutProgress", text)
-        return close_group(group, now, Outcome.SUCCEEDED, "Completed", f"all {group.spec.world_size} ranks ended with 0")
+        message = "the rank ended with 0" if group.spec.world_size == 1 else f"all {group.spec.world_size} ranks ended with 0"
+        return close_group(group, now, Outcome.SUCCEEDED, "Completed", message)
     left = any(a.node_lost for a in seen.agents) or (gone_agents(seen, now) and now - group.since > AGENT_RETURN_S)
     if left or now - group.since > FINAL_SAVE_S:
         why = "a node with a part of the last state is gone" if left else f"not written within {FINAL_SAVE_S:.0f} s"
@@ -51,9 +52,11 @@ def end(group: Group, seen: Seen, now: float) -> Decision:
     ranks = ranks_of(group, seen)
     all_ended = len(ranks) == group.spec.world_size and all(r.ended_at is not None for r in ranks)
     if all_ended or now >= group.since + asked.grace_s:
-        how = "all ranks ended within the grace" if all_ended else f"SIGKILL after {asked.grace_s:.0f} s of grace"
-        group = _tell_unsaved(group, ranks, now)
-        return close_group(group.say(now, "GraceOver", how), now, Outcome.STOPPED, "Stopped", "ended on request")
+        if all_ended:
+            group = group.say(now, "RanksEnded", f"all ranks ended within the {asked.grace_s:g} s of grace")
+        else:
+            group = group.say(now, "GraceOver", f"ranks still ran after {asked.grace_s:g} s of grace: SIGKILL")
+        return close_group(_tell_unsaved(group, ranks, now), now, Outcome.STOPPED, "Stopped", "ended on request")
     return Decision(group, (TerminateRanks(group.generation),), "GraceRunning", min(now + REPEAT_S, group.since + asked.grace_s))
 
 

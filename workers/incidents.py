@@ -76,7 +76,8 @@ def now_training(group: Group, ranks: tuple[RankReport, ...], now: float) -> Gro
         group = replace(group, started_at=now).say(now, "Training", f"generation {group.generation}: {step_said}")
     group, incident = _close_all(group, ranks, now)
     if incident is not None:
-        steps = "" if incident.lost_steps is None else f", {incident.lost_steps} steps lost"
+        lost = incident.lost_steps
+        steps = "" if lost is None else f", {lost} step{'' if lost == 1 else 's'} lost"
         how = f"recovered in {incident.recovery_seconds:.3f} s from {incident.restored_from}"
         if "first_step" not in incident.phases_ms:
             silent = "the script has made no new step" if group.attached else "the script reports no steps"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from workers.checkpoint.background import in_thread
 from workers.checkpoint.catalog import CheckpointRef, catalog, ever_committed, newest_generation, sweep
 from workers.checkpoint.lease import Fenced, Lease, claim
+from workers.checkpoint.tree import StateError
 from workers.group import Doing, Group
 from workers.messages import CheckpointFound, GroupSpec, Problem, Unfit
 
@@ -45,7 +46,7 @@ class Listing:
         except TimeoutError:
             problem = f"{self.spec.storage_url} did not answer within {READ_S:.0f} s"
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
+            problem = str(error) if isinstance(error, StateError) else f"{type(error).__name__}: {error}"
         group = self.group()
         if group.doing is Doing.LOCATING and group.since == asked_at:
             self.found, self.refused, self.problem = found, refused, problem

@@ -122,7 +122,7 @@ def _locate(group: Group, seen: Seen, now: float) -> Decision:
         return close_group(group, now, Outcome.FAILED, "StorageRefused", seen.refused)
     if seen.catalog is None:
         if now - group.since > LAUNCH_S:
-            return _storage_away(group, seen, now, f"storage cannot be read: {seen.catalog_problem or 'no answer'}")
+            return _storage_away(group, seen, now, f"storage cannot be used: {seen.catalog_problem or 'no answer'}")
         return Decision(group, (ReadCatalog(group.since),), "ReadingCatalog", now + REPEAT_S)
     return _from_storage(group, seen, now, seen.catalog, newest)
 

@@ -19,7 +19,7 @@ VERBS = ("verify", "pin", "unpin", "download")
 def checkpoints(
     words: Annotated[list[str], typer.Argument(metavar="[verify|pin|unpin|download] JOB [STEP]", help="JOB alone lists them.")],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="File of a download, `-`: stdout; default JOB-step-STEP.tar.")
+        Path | None, typer.Option("-o", "--output", help="File or folder of a download, `-`: stdout; default JOB-step-STEP.tar.")
     ] = None,
     as_json: AsJson = False,
     state_dir: StateDir = None,
@@ -80,7 +80,8 @@ def _download(client: Client, job: str, step: str, output: Path | None) -> None:
     if output == Path("-"):
         client.download(path, sys.stdout.buffer)
         return
-    target = output or Path(f"{job.replace('/', '_')}-step-{step}.tar")
+    name = f"{job.replace('/', '_')}-step-{step}.tar"
+    target = output / name if output is not None and output.is_dir() else output or Path(name)
     part = target.with_name(f".{target.name}.part")
     try:
         with part.open("wb") as file:

@@ -14,7 +14,7 @@ def nodes(as_json: AsJson = False, state_dir: StateDir = None) -> None:
         show.items_as_json(items)
     else:
         show.table(
-            ["ID", "NAME", "STATE", "CPUS FREE", "GPUS FREE", "MEMORY GB FREE", "CONDITIONS"],
+            ["ID", "NAME", "STATE", "CPUS FREE", "GPUS FREE", "MEMORY GiB FREE", "CONDITIONS"],
             [
                 [n["id"][:12], f"{n['name']} (head)" if n["head"] else n["name"], n["state"], _of(n["free_cpus"], n["cpus"]),
                  _of(n["free_gpus"], n["gpus"]), _of(n["free_memory_gb"], n["memory_gb"]), n["conditions"]]

@@ -55,11 +55,11 @@ def _through_restarts(
                 if not connected:
                     raise
                 if not told:
-                    show.remark("the server does not answer; the job goes on, trying again (Ctrl-C detaches)")
+                    show.remark("the server does not answer, trying again (Ctrl-C detaches and leaves the job alone)")
                 told = True
             time.sleep(RETRY_S)
     except KeyboardInterrupt:
-        show.remark(f"\ndetached; the job goes on. Follow it again: keepstep {what} -f {job['id']}")
+        show.remark(f"\ndetached, the job is left alone. Follow it again: keepstep {what} -f {job['id']}")
         raise typer.Exit(show.INTERRUPTED) from None
 
 

@@ -26,7 +26,7 @@ def submit(
     as_json: AsJson = False,
     state_dir: StateDir = None,
 ) -> None:
-    """Submit a job: prints its id, then follows its logs. Ctrl-C detaches, the job goes on.
+    """Submit a job: prints its id, then follows its logs. Ctrl-C detaches and leaves the job alone.
 
     Exit code: 0 SUCCEEDED (or detached with -d), 1 FAILED, 3 CANCELLED, 2 not accepted.
     """
@@ -90,7 +90,11 @@ def _show(job: dict[str, Any]) -> None:
         + [("budgets", ", ".join(f"{kind} {b['used']} of {b['limit']}" for kind, b in job["budgets"].items()))]
         + [("checkpoint_progress", job["checkpoint_progress"])]
         + [("command", " ".join(map(repr, spec["command"]))), ("framework", spec["framework"]), ("strategy", spec["strategy"])]
-        + [("ranks", f"{need['nodes']} nodes x {need['processes_per_node']}"), ("priority", job["priority"]), ("labels", job["labels"])]
+        + [
+            ("ranks", f"{job['world_size']} (nodes {need['nodes']} x processes {need['processes_per_node']})"),
+            ("priority", job["priority"]),
+            ("labels", job["labels"]),
+        ]
         + [(name.removesuffix("_at"), show.when(job[name])) for name in ("created_at", "started_at", "ended_at", "unreachable_since")]
     )
 

@@ -42,7 +42,7 @@ def up(
         if as_json:
             show.as_json({"address": address, "state_dir": str(chosen.state_dir), "pid": os.getpid()})
         else:
-            print(f"KeepStep listens at {address}\nState folder: {chosen.state_dir}\nCtrl-C stops the server; jobs go on.")
+            print(f"KeepStep listens at {address}\nState folder: {chosen.state_dir}\nCtrl-C stops the server, jobs go on.")
         sys.stdout.flush()
 
     show.remark("starting ...")
@@ -51,7 +51,7 @@ def up(
     except Stop:
         show.remark("\nstopped before the server was up")
         raise typer.Exit(show.INTERRUPTED) from None
-    show.remark("\nserver stopped; jobs go on. `keepstep up` finds them again, `keepstep down` ends all.")
+    show.remark("\nserver stopped. Jobs need no server to go on: `keepstep up` finds them again, `keepstep down` ends them all.")
     # All is closed by now. What Ray does at the exit of the interpreter would wait for ever for a cluster that is gone.
     logging.shutdown()
     os._exit(0)

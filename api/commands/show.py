@@ -75,11 +75,11 @@ def when(at: str | None) -> str | None:
 def size(count: int) -> str:
     """Bytes as people read them."""
     amount = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if amount < 1000:
-            return f"{amount:.3g} {unit}"
-        amount /= 1000
-    return f"{amount:.3g} TB"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{amount:.4g} {unit}"
+        amount /= 1024
+    return f"{amount:.4g} TiB"
 
 
 def _console() -> Console:

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
 from api.context import Here
-from api.errors import RETRY_AFTER_S
+from api.errors import RETRY_AFTER_S, documented
 from orchestrator.ports import Unavailable
 from workers.messages import SCHEMA
 
@@ -62,7 +62,7 @@ def readyz(here: Here) -> JSONResponse:
     return JSONResponse(body.model_dump(), 503, headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
-@router.get("/version", summary="Version of the server")
+@router.get("/version", summary="Version of the server", responses=documented())
 async def version() -> Version:
     """Needs the token."""
     return Version(version=installed("keepstep"), schema_version=SCHEMA)

@@ -12,6 +12,7 @@ from api import logstream
 from api.context import Here, Ref
 from api.errors import ApiProblem, FieldProblem, documented, invalid
 from orchestrator.core.model import Job
+from orchestrator.ports import Unavailable
 
 router = APIRouter(prefix="/jobs/{ref}", tags=["logs"])
 EVENTS = "text/event-stream"
@@ -42,9 +43,12 @@ async def logs(
     def ask() -> Job:
         return here.service.job(job.id)
 
-    store = await asyncio.to_thread(here.logs_of, job)
     wanted = logstream.Wanted(rank, generation, tail, follow)
-    pieces = logstream.pieces(store, wanted, job, ask, _since(last_event_id))
+    try:
+        store = await asyncio.to_thread(here.logs_of, job)
+        pieces = await logstream.begun(logstream.pieces(store, wanted, job, ask, _since(last_event_id)))
+    except (OSError, ImportError) as error:
+        raise Unavailable(f"storage: {error}") from error
     if EVENTS in accept:
         return StreamingResponse(logstream.as_events(pieces), media_type=EVENTS, headers={"Cache-Control": "no-store"})
     return StreamingResponse(logstream.as_text(pieces, prefixed=rank is None), media_type="text/plain; charset=utf-8")

@@ -48,7 +48,12 @@ def _of_jobs(figures: Figures) -> Iterator[Metric]:
     yield _histogram("keepstep_queue_wait_seconds", "From submit to the first placement.", {(): figures.queue_wait}, [])
     yield _histogram("keepstep_start_seconds", "From submit to the first step.", {(): figures.start}, [])
     recovery: dict[tuple[str, ...], Spread] = {(cause,): spread for cause, spread in figures.recovery.items()}
-    yield _histogram("keepstep_recovery_seconds", "From a failure to the next new step; drills are left out.", recovery, ["cause"])
+    yield _histogram(
+        "keepstep_recovery_seconds",
+        "From a failure to the next new step, or to the launch of scripts that report no steps; drills are left out.",
+        recovery,
+        ["cause"],
+    )
     lost = CounterMetricFamily("keepstep_lost_steps", "Steps done again after failures.", labels=["cause"])
     for cause, steps in figures.lost_steps.items():
         lost.add_metric([cause], steps)

@@ -46,7 +46,7 @@ class Room:
         return (self.cpus, self.gpus, self.memory_gb)
 
     def __str__(self) -> str:
-        return f"({self.cpus:g} CPU, {self.gpus:g} GPU, {self.memory_gb:.4g} GB)"
+        return f"({self.cpus:g} CPU, {self.gpus:g} GPU, {self.memory_gb:.4g} GiB)"
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def rooms(nodes: Iterable[Node], attempts: Iterable[Attempt], groups: Mapping[tu
             reserved.setdefault(place.node_id, []).append((share, in_ray))
     found = []
     for node in sorted(nodes, key=lambda n: n.id):
-        if node.state is not NodeState.READY:
+        if node.state is not NodeState.READY or node.cpus <= 0:  # such as a head that takes no job
             continue
         total = Room(node.cpus, node.gpus, node.memory_gb)
         ours, rays = total, Room(node.free_cpus, node.free_gpus, node.free_memory_gb)

@@ -10,7 +10,7 @@ import re
 import unicodedata
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 JOB_ID = re.compile(r"job-[a-z2-7]{12}")
@@ -35,7 +35,6 @@ RESERVED_ENV = frozenset({
 })  # fmt: skip
 RESERVED_ENV_PREFIXES = ("KEEPSTEP_", "MASTER_", "TORCHELASTIC_", "RAY_")
 
-EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\z", max_length=256)]
 LabelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._/-]*[A-Za-z0-9])?\z", max_length=63)]
 LabelValue = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]*\z", max_length=200)]
 AnyNumber = Annotated[float, Field(allow_inf_nan=False)]
@@ -44,6 +43,15 @@ AnyNumber = Annotated[float, Field(allow_inf_nan=False)]
 def refuse(message: str, field: str | None = None) -> PydanticCustomError:
     """An error of our own rules; ``field`` names another field (dotted) than the one being validated."""
     return PydanticCustomError("keepstep", "{text}", {"text": message, "field": field})
+
+
+def _not_reserved(name: str) -> str:
+    if name in RESERVED_ENV or name.startswith(RESERVED_ENV_PREFIXES):
+        raise refuse("is set by KeepStep for each rank; remove it")
+    return name
+
+
+EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\z", max_length=256), AfterValidator(_not_reserved)]
 
 
 class Section(BaseModel):
@@ -104,14 +112,14 @@ class Checkpoint(Section):
         "(Young/Daly); null: not by time.",
     )
     keep_last: int = Field(default=3, ge=2, le=1000, description="Checkpoints to keep, 2 to 1000.")
-    snapshot_every_steps: Literal["auto"] | Annotated[int, Field(ge=1, le=10**9)] = Field(
+    snapshot_every_steps: Annotated[int, Field(ge=1, le=10**9)] | Literal["auto"] = Field(
         default="auto", description='Steps between two snapshots in host memory, 1 to 10^9, or "auto".'
     )
 
     @field_validator("storage")
     @classmethod
     def _storage_is_absolute(cls, value: str | None) -> str | None:
-        if value is not None and ("\0" in value or not re.match(r"/|[a-z][a-z0-9+.-]*://", value)):
+        if value is not None and ("\0" in value or not re.match(r"/|(file|local):///|(?!file:|local:)[a-z][a-z0-9+.-]*://.", value)):
             raise refuse("must be an absolute path or a URL such as s3://bucket/folder; nodes have no common working directory")
         return value
 
@@ -133,7 +141,7 @@ class Timeouts(Section):
         description="Seconds of silence allowed before the first step and in announced phases, and for nodes to get ready; above 0, up to"
         " 86400.",
     )  # fmt: skip
-    hang_s: Literal["auto"] | Annotated[AnyNumber, Field(gt=0, le=604800)] = Field(
+    hang_s: Annotated[AnyNumber, Field(gt=0, le=604800)] | Literal["auto"] = Field(
         default="auto", description='Seconds without a step that count as a hang, above 0, up to 604800, or "auto".'
     )
     silence_s: float | None = Field(
@@ -241,9 +249,6 @@ class JobSpec(Section):
     @field_validator("env")
     @classmethod
     def _env_can_be_set(cls, value: dict[str, str]) -> dict[str, str]:
-        reserved = sorted(name for name in value if name in RESERVED_ENV or name.startswith(RESERVED_ENV_PREFIXES))
-        if reserved:
-            raise refuse(f"{', '.join(reserved)} is set by KeepStep for each rank; remove it")
         if any("\0" in text for text in value.values()):
             raise refuse("values must not contain NUL (\\u0000)")
         size = sum(len(name) + len(text.encode()) + 2 for name, text in value.items())

@@ -50,7 +50,8 @@ def problems(error: ValidationError) -> list[Problem]:
         path, info, section = _locate(item["loc"])
         context = item.get("ctx", {})
         name = context.get("field") or ".".join(path)
-        if name not in found:  # the branches of a union each complain about the same field
+        short_of_bad_entries = item["type"] == "too_short" and any(other.startswith(f"{name}.") for other in found)
+        if name not in found and not short_of_bad_entries:  # the branches of a union each complain about the same field
             found[name] = Problem(name, _message(item, info, section))
     return list(found.values())
 

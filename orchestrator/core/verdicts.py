@@ -44,8 +44,8 @@ def give_up(job: Job, attempt: Attempt, now: float) -> tuple[Reason, str] | None
         text = f"{len(spent)} infrastructure failures within {restart.window_hours:g} h; {allowed}"
         return Reason.BUDGET_SPENT, f"{text}; the last: {attempt.message}"
     if job.stalled >= STALLED_LOSSES and attempt.number > FEWEST_RELAUNCHES:
-        text = f"{job.stalled} attempts in a row were lost without a step gained (best step: {job.best_step})"
-        return Reason.NO_PROGRESS, f"{text}; the last: {attempt.message}"
+        best = "no step was ever finished" if job.best_step is None else f"the best step is {job.best_step}"
+        return Reason.NO_PROGRESS, f"{attempt.message}; so ended {job.stalled} attempts in a row without a step gained, {best}"
     return None
 
 

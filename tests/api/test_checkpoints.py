@@ -127,6 +127,8 @@ def test_the_command(job: tuple[str, list[CheckpointRecord]], tmp_path: Path) ->
     target = tmp_path / "c.tar"
     assert run("download", name, "20", "-o", str(target)).exit_code == 0
     assert tarfile.is_tarfile(target)
+    assert run("download", name, "20", "-o", str(tmp_path)).exit_code == 0  # into a folder
+    assert tarfile.is_tarfile(tmp_path / f"{name}-step-20.tar")
     assert run("download", name, "10", "-o", str(tmp_path / "d.tar")).exit_code != 0
     assert not list(tmp_path.glob("*d.tar*"))
     for wrong in (("drop", name, "20"), ("verify", name), ("verify", name, "x")):

@@ -89,7 +89,11 @@ def test_files_that_are_no_spec(server: Running, tmp_path: Path, text: str, expe
 
 def test_errors_say_what_to_do(server: Running, tmp_path: Path) -> None:
     assert "no job has the id or name 'nobody'" in keepstep("get", "nobody").stderr
-    assert "Bearer" in keepstep("ls", KEEPSTEP_TOKEN="wrong-token-of-some-length").stderr
+    assert "that is not this server's token" in keepstep("ls", KEEPSTEP_TOKEN="wrong-token-of-some-length").stderr
+    for verb in ("get", "logs", "cancel", "delete", "events"):
+        for nobody in ("", ".", ".."):
+            done = keepstep(verb, nobody)
+            assert (done.returncode, done.stderr) == (2, f"error: no job has the id or name {nobody!r}; `keepstep ls` lists them\n")
     down = keepstep("ls", KEEPSTEP_SERVER="http://127.0.0.1:9")
     assert (down.returncode, "keepstep up" in down.stderr) == (2, True)
     assert "cluster" in keepstep("nodes").stderr or "ray" in keepstep("nodes").stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -196,6 +197,19 @@ def test_drill_needs_a_running_job(server: Running) -> None:
 def test_plan_without_a_cluster_says_so_and_changes_nothing(server: Running) -> None:
     answer = server.http.post("/api/v1/jobs/plan", json=server.spec()).json()
     assert (answer["fits"], answer["reason"]) == (False, "Unreachable")
+    assert server.http.get("/api/v1/jobs").json()["items"] == []
+
+
+def test_storage_must_be_possible(server: Running, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    cases = {f"{tmp_path}/file/below": "is a file", "foo://bucket/x": "not known", "gs://bucket/x": "gcsfs"}
+    for storage, says in cases.items():
+        for path in ("/api/v1/jobs", "/api/v1/jobs/plan"):
+            answer = server.http.post(path, json=server.spec(checkpoint={"storage": storage}))
+            assert (answer.status_code, answer.json()["code"]) == (422, "storage_unusable"), answer.text
+            (problem,) = answer.json()["errors"]
+            assert problem["field"] == "checkpoint.storage"
+            assert says in problem["message"]
     assert server.http.get("/api/v1/jobs").json()["items"] == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -207,6 +208,36 @@ def test_what_rotation_removed_is_told(server: Running) -> None:
     logs.end()
     events = list(logs.follow("a1.g0:0=999999999.5"))
     assert [event.data["text"] for event in events if event.kind == "log"] == [SKIPPED, "still here\n"]
+
+
+def test_storage_that_became_something_else_is_told_before_the_stream_begins(server: Running) -> None:
+    logs = Logs(server)
+    logs.folder.parent.mkdir(parents=True)
+    logs.folder.touch()
+    assert logs.read() == ""
+    logs.folder.unlink()
+    logs.folder.symlink_to(logs.folder)
+    answer = server.http.get(f"/api/v1/jobs/{logs.id}/logs")
+    assert (answer.status_code, answer.json()["code"]) == (503, "unavailable")
+
+
+def test_ranks_that_start_anew_are_told(server: Running) -> None:
+    logs = Logs(server)
+    told: list[int] = []
+
+    def watch() -> None:
+        told.extend(event.data["generation"] for event in logs.follow() if event.kind == "job")
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    while not told:
+        time.sleep(0.01)
+    logs._save(generation=10)
+    while len(told) < 2:
+        time.sleep(0.01)
+    logs.end()
+    watcher.join()
+    assert told[:2] == [9, 10]
 
 
 def test_text_follow_ends_with_the_job(server: Running) -> None:

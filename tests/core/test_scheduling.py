@@ -61,12 +61,16 @@ def test_why_one_waits() -> None:
     answers = schedule(jobs, {"a": NOW, "b": NOW}, [room("n1", 2), room("n2", 2)], NOW)
     assert answers["b"] == Waiting(
         "WaitingForRoom",
-        "needs 2 nodes x (2 CPU, 0 GPU, 2 GB); 1 of 2 ready nodes have that free, largest free (2 CPU, 0 GPU, 8 GB); position 2",
+        "needs 2 nodes x (2 CPU, 0 GPU, 2 GiB); 1 of 2 ready nodes have that free, largest free (2 CPU, 0 GPU, 8 GiB); position 2",
     )
     answers = schedule([want("a", cpus=9)], {"a": NOW}, TWO, NOW)
     assert answers["a"].message.endswith(
-        "even when idle only 0 of 2 ready nodes are large enough, the largest is (4 CPU, 0 GPU, 8 GB); position 1"
+        "even when idle only 0 of 2 ready nodes are large enough, the largest is (4 CPU, 0 GPU, 8 GiB); position 1"
     )
+
+
+def test_a_head_without_cores_is_no_place_for_jobs() -> None:
+    assert [found.id for found in rooms([node("head", cpus=0), node("n1")], [], {})] == ["n1"]
 
 
 def test_places_count_from_zero() -> None:

@@ -160,7 +160,10 @@ def test_the_strategy_follows_the_framework(framework: str, given: str | None, c
         ),
         ({"working_dir": "."}, "working_dir", "the CLI uploads it"),
         ({"bundle": "A" * 64}, "bundle", "64 lower-case"),
-        ({"env": {"RANK": "1", "KEEPSTEP_X": "1"}}, "env", "KEEPSTEP_X, RANK is set by KeepStep"),
+        ({"env": {"KEEPSTEP_X": "1"}}, "env.KEEPSTEP_X", "is set by KeepStep for each rank; remove it"),
+        ({"command": [True]}, "command.0", "quotes, got True"),
+        ({"timeouts": {"hang_s": -1}}, "timeouts.hang_s", "is out of range, got -1"),
+        ({"checkpoint": {"storage": "file://here"}}, "checkpoint.storage", "absolute"),
         ({"env": {"1A": "x"}}, "env.1A", "letters"),
         ({"env": {"A": 1}}, "env.A", "quotes"),
         ({"env": {"A": "\0"}}, "env", "NUL"),
@@ -171,6 +174,10 @@ def test_what_cannot_be_run_says_what_can(changes: dict[str, Any], field: str, s
     found = told(**changes)
     assert list(found) == [field]
     assert says in found[field]
+
+
+def test_names_that_are_reserved_are_told_beside_values_that_are_wrong() -> None:
+    assert sorted(told(env={"A": 1, "RANK": "0", "MASTER_PORT": "1"})) == ["env.A", "env.MASTER_PORT", "env.RANK"]
 
 
 def test_limits_are_in_the_schema() -> None:

@@ -48,3 +48,10 @@ def test_figures_are_those_of_the_rows(store: SqlStore) -> None:
     assert figures.lost_steps == {"signal": 0, "node_lost": 120}
     assert figures.failures == {("signal", "infrastructure"): 6, ("node_lost", "infrastructure"): 3}
     assert (figures.checkpoints, figures.unreachable) == (3, 2)
+    store.delete_job(new_job(1).id)
+    store.delete_job(waits.id)
+    later = store.figures()
+    assert later.jobs == {**dict.fromkeys(JobState, 0), JobState.RUNNING: 2}
+    assert (later.checkpoints, later.unreachable) == (2, 1)
+    counted = ("queue_wait", "start", "recovery", "lost_steps", "failures")
+    assert [getattr(later, name) for name in counted] == [getattr(figures, name) for name in counted]  # counters do not fall

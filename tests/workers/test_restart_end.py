@@ -132,6 +132,9 @@ def test_grace(seen: Seen, since: float, grace_s: float, doing: Doing, actions: 
     decision = decide(group(Doing.ENDING, since, end=EndRequest(since, grace_s)), seen, NOW)
     assert (*short(decision), decision.look_again_at) == (doing, actions, reason, look_again_at)
     assert decision.group.outcome == (Outcome.STOPPED if doing == Doing.CLOSING else None)
+    told = {e.reason for e in decision.group.events} & {"RanksEnded", "GraceOver"}
+    by_themselves = all(r.ended_at is not None for a in seen.agents if a.status for r in a.status.ranks)
+    assert told == (set() if doing == Doing.ENDING else {"RanksEnded"} if by_themselves else {"GraceOver"})
 
 
 CLOSES = group(Doing.CLOSING, outcome=Outcome.FAILED, reason="UserError", message="rank 1 raised")

@@ -195,7 +195,7 @@ def test_starting_from_zero_after_progress_is_said() -> None:
 def test_storage_that_stays_away_loses_the_group() -> None:
     decision = decide(group(Doing.LOCATING, NOW - LAUNCH_S - 1), idle(catalog_problem="OSError: EIO"), NOW)
     assert short(decision) == (Doing.CLOSING, STOP, "StorageUnavailable")
-    assert (decision.group.outcome, decision.group.message) == (Outcome.LOST, "storage cannot be read: OSError: EIO")
+    assert (decision.group.outcome, decision.group.message) == (Outcome.LOST, "storage cannot be used: OSError: EIO")
 
 
 def test_a_checkpoint_that_reads_badly_on_one_node_is_replaced_by_the_one_before() -> None:

@@ -43,6 +43,23 @@ def open_folder(url: str) -> LocalFolder | RemoteFolder:
     return RemoteFolder(filesystem, prefix, url.rstrip("/"))
 
 
+def unusable(url: str) -> str | None:
+    """Why no folder can be at ``url`` as far as this machine knows, with the remedy; None: nothing speaks against it."""
+    path = local_path(url)
+    if path is not None:
+        there = next((p for p in (path, *path.parents) if p.exists()), path)
+        return None if there.is_dir() else f"{there} is a file, so no folder can be at {path}; choose another"
+    import fsspec
+
+    try:
+        fsspec.get_filesystem_class(url.split("://", 1)[0])
+    except ValueError as error:
+        return f"{error}; use an absolute path, s3:// or another scheme that fsspec knows"
+    except ImportError as error:
+        return f"{error}, on the server and on every node (for s3:// that is the extra `s3` of keepstep)"
+    return None
+
+
 class LocalFolder:
     """A folder on a file system of this machine."""
 

@@ -18,7 +18,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from orchestrator.adapters.db import cursors
 from orchestrator.adapters.db.engine import reading, writing
-from orchestrator.adapters.db.figures import figures
+from orchestrator.adapters.db.figures import figures, keep
 from orchestrator.adapters.db.rows import clean, row, value
 from orchestrator.adapters.db.tables import ATTEMPTS, CHECKPOINTS, EVENTS, IDEMPOTENCY_KEYS, INCIDENTS, JOBS, LABELS
 from orchestrator.core.actions import JobStep
@@ -220,8 +220,9 @@ class SqlStore:
             return list(connection.execute(select(CHECKPOINTS.c.step).where(*mine).order_by(CHECKPOINTS.c.step)).scalars())
 
     def delete_job(self, job_id: str) -> None:
-        """The job with all its rows."""
+        """The job with all its rows; what it has added to the counters stays."""
         with writing(self._engine) as connection:
+            keep(connection, clean(job_id))
             connection.execute(delete(JOBS).where(JOBS.c.id == clean(job_id)))
 
     def _history(

@@ -194,6 +194,19 @@ CHECKPOINTS = Table(
     sqlite_autoincrement=True,
 )
 
+# What deleted jobs leave for the counters of /metrics, which must not fall. Nothing in it names a job.
+PAST_JOBS = Table("past_jobs", METADATA, _row_id(), _double("queue_wait", null=True), _double("start", null=True))
+
+PAST_FAILURES = Table(
+    "past_failures",
+    METADATA,
+    _row_id(),
+    _text("cause"),
+    _text("kind"),
+    _double("recovery_seconds", null=True),
+    _number("lost_steps", null=True),
+)
+
 # The key is written before its job, in the same transaction: it is the lock that lets one of many equal requests through.
 IDEMPOTENCY_KEYS = Table(
     "idempotency_keys",

@@ -9,7 +9,7 @@ from typing import TypeVar
 from orchestrator.ports import Archive, Unavailable
 from workers.checkpoint import archive as archives
 from workers.checkpoint import catalog
-from workers.checkpoint.storage import open_folder
+from workers.checkpoint.storage import open_folder, unusable
 from workers.checkpoint.tree import StateError
 from workers.messages import Unfit
 
@@ -22,6 +22,9 @@ class StoredCheckpoints:
 
     def __init__(self) -> None:
         self._free = threading.BoundedSemaphore(READERS)
+
+    def unusable(self, url: str) -> str | None:
+        return unusable(url)
 
     def verify(self, url: str) -> str | None:
         self._take()
@@ -72,7 +75,7 @@ class StoredCheckpoints:
         self._take()
         try:
             return ask()
-        except OSError as error:
+        except (OSError, ImportError) as error:  # of a driver that this server lacks
             raise Unavailable(f"storage: {error}") from error
         finally:
             self._free.release()

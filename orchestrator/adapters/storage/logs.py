@@ -141,7 +141,7 @@ class LogStore:
     def _list(self, folder: str) -> list[dict[str, Any]]:
         try:
             return list(self._fs.ls(folder, detail=True))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
 
 
