@@ -26,7 +26,7 @@ Times are ISO 8601 in UTC. Errors are `application/problem+json` with a stable `
 
 def create_app(context: Context, token: str) -> FastAPI:
     """The application over a context; every call but the health checks needs ``token``."""
-    app = FastAPI(title="KeepStep", version=version("keepstep"), description=ABOUT, docs_url=None, redoc_url=None)
+    app = FastAPI(title="KeepStep", version=version("keepstep"), description=ABOUT, redoc_url=None)
     app.state.context = context
     errors.install(app)
     app.add_middleware(BearerToken, token=token)

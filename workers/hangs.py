@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from workers.messages import FailureClass, ProcessStack, RankReport, RankStacks
 from workers.verdict import Verdict
+from workers.watching import STOPPED
 
 # Where a rank waits for others: parts of "function (file:line)" of its innermost frames.
 COLLECTIVES = (
@@ -83,7 +84,7 @@ Blame = tuple[RankReport | None, str, FailureClass, str | None]  # rank, why, cl
 
 def _blame(ranks: Sequence[RankReport], stacks: Mapping[int, RankStacks]) -> Blame:
     unknown = FailureClass.UNKNOWN
-    stopped = [r for r in ranks if r.os_state == "T"]
+    stopped = [r for r in ranks if r.os_state == STOPPED]
     if stopped:
         return stopped[0], "its process is stopped (SIGSTOP)", FailureClass.INFRASTRUCTURE, None
     left = [r for r in ranks if r.exit_code == 0]
@@ -117,7 +118,7 @@ def _outside(outside: Sequence[RankReport], stacks: Mapping[int, RankStacks]) ->
     more = f" (nor are ranks {', '.join(str(r.rank) for r in outside[1:5])})" if len(outside) > 1 else ""
     if _has(_inner(own), LOADER):
         for child in stacks[rank.rank].children:
-            if child.os_state == "T":
+            if child.os_state == STOPPED:
                 why = f"it waits for its data loader process {child.pid}, which is stopped (SIGSTOP)"
                 return rank, why + more, FailureClass.INFRASTRUCTURE, _place(stacks, rank)
         busy = [c for c in stacks[rank.rank].children if c.frames and not _has(c.frames[:INNERMOST], LOADER_IDLE)]

@@ -190,14 +190,19 @@ class Launcher:
         return None
 
     def reap(self) -> None:
-        """Collect every child that ended; adopted orphans too, so that no zombie stays."""
+        """Collect every child that ended; adopted orphans too, so that no zombie stays. One of ours that was stopped is ended: who waits
+        for it would wait for ever. A stopped rank is a hang, which others judge."""
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
             except ChildProcessError:
                 return
             if pid == 0:
                 return
+            if os.WIFSTOPPED(status):
+                if pid in self.stores or pid in self.reserves or pid in self.trials:
+                    os.kill(pid, signal.SIGKILL)
+                continue
             if pid in self.ranks:
                 rank = self.ranks.pop(pid)
                 with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -15,6 +15,7 @@ from workers.messages import GroupSpec, RankPhase, RankReport
 EXIT_S = 5.0  # a rank whose script raised gets this long to end by itself
 QUIET_S = 1.0  # a script that has not attached this long after its launch reports no steps
 HANG_FLOOR_S, HANG_FACTOR = 10.0, 5.0
+STOPPED = "T"  # of /proc
 UNHEARD_S = 1.0  # silence grows by no more than this after an agent's last word: it is the agent then that is silent
 
 
@@ -60,6 +61,9 @@ def silence(group: Group, seen: Seen, ranks: tuple[RankReport, ...], now: float)
         return None, None
     limit, phase = max(((_limit(group, r), r.phase) for r in alive), key=lambda found: found[0])
     limit = limit if reports_steps else group.spec.silence_s or 0.0
+    stopped = [r.rank for r in alive if r.os_state == STOPPED]
+    if stopped and reports_steps:  # whatever phase it is in, nothing of it goes on
+        limit = min(limit, max(_between_steps(group, r, HANG_FLOOR_S) for r in alive))
     ages = [
         age + min(max(0.0, now - (agent.heard_at or now)), UNHEARD_S)
         for agent in seen.agents
@@ -70,6 +74,7 @@ def silence(group: Group, seen: Seen, ranks: tuple[RankReport, ...], now: float)
     if age > limit:
         sign = "step" if reports_steps else "log output and no CPU time"
         during = f", phase {phase or RankPhase.STEP}" if reports_steps else ", timeouts.silence_s"
+        during = f", rank {stopped[0]} is stopped" if stopped else during
         return Silence(f"no {sign} for {age:.1f} s (limit {limit:.1f} s{during})", now - age), None
     return None, now + limit - age + 0.05
 
@@ -86,13 +91,17 @@ class Silence:
 
 
 def _limit(group: Group, rank: RankReport) -> float:
-    """Seconds of silence that the phase of a rank allows. How long steps take is known after two of them, or from earlier generations."""
-    spec = group.spec
+    """Seconds of silence that the phase of a rank allows."""
+    between_steps = _between_steps(group, rank, group.spec.start_s)
+    return PHASE_LIMITS[RankPhase.START if rank.step is None else rank.phase or RankPhase.STEP](group.spec, between_steps)
+
+
+def _between_steps(group: Group, rank: RankReport, unknown: float) -> float:
+    """How long steps take is known after two of them, or from earlier generations; ``unknown``: before."""
+    if group.spec.hang_s is not None:
+        return group.spec.hang_s
     slowest = rank.step_slowest if rank.step_slowest is not None else group.step_slowest
-    between_steps = spec.hang_s
-    if between_steps is None:
-        between_steps = spec.start_s if slowest is None else max(HANG_FLOOR_S, HANG_FACTOR * slowest)
-    return PHASE_LIMITS[RankPhase.START if rank.step is None else rank.phase or RankPhase.STEP](spec, between_steps)
+    return unknown if slowest is None else max(HANG_FLOOR_S, HANG_FACTOR * slowest)
 
 
 # Each announced phase has a limit of its own: (spec, limit between steps) -> seconds.

@@ -91,7 +91,7 @@ def test_any_faults_leave_the_weights_of_the_unbroken_run(server: Server, unbrok
 OFFSETS_S = (0.0, 0.01, 0.02, 0.03, 0.05, 0.07, 0.09, 0.12, 0.16, 0.25)
 
 
-@pytest.mark.parametrize("second", ["launcher's children", pytest.param("coordinator", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("second", ["launcher's children", *(pytest.param(w, marks=pytest.mark.slow) for w in ("coordinator", "stop"))])
 def test_a_second_fault_at_any_moment_of_a_recovery(server: Server, unbroken: str, second: str) -> None:
     """The first ends a rank, the next comes while ranks are ended, state is looked for, ranks start and restore."""
     job = shakespeare(server, timeouts={"hang_s": 3}, restart={"max_infrastructure": 100})
@@ -106,7 +106,7 @@ def test_a_second_fault_at_any_moment_of_a_recovery(server: Server, unbroken: st
         victims = [p.pid for p in launchers[0].children()] if second != "coordinator" else job.actors("Coordinator")
         for pid in victims:  # on node 0 the rendezvous stores are among them
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGSTOP if second == "stop" else signal.SIGKILL)
     assert_succeeded(job)
     assert weights(job) == unbroken
     assert len(job.items("incidents")) >= len(OFFSETS_S) // 2

@@ -48,6 +48,17 @@ def test_kill_ends_ranks_and_daemons_and_the_launcher_goes_on(launcher: Launched
     assert launcher.run("three") == (3, "")
 
 
+def test_what_waits_beside_the_ranks_is_ended_when_it_is_stopped_and_ranks_are_not(launcher: Launched) -> None:
+    number, rank = launcher.start("sleep")
+    reserve = launcher.reserve(rank)
+    os.kill(rank, signal.SIGSTOP)
+    os.kill(reserve, signal.SIGSTOP)
+    assert wait_end(reserve)
+    assert os_state(rank) == "T"
+    os.kill(rank, signal.SIGKILL)
+    assert launcher.ended(number) == -signal.SIGKILL
+
+
 def test_every_killed_rank_is_reported_before_the_answer(launcher: Launched) -> None:
     pids = dict(launcher.start("sleep") for _ in range(3))
     launcher.link.send(json.dumps({"op": "kill", "generation": 5}).encode())

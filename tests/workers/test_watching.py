@@ -95,6 +95,10 @@ def test_training_since(ranks: list[RankReport], attached: bool, recovering: boo
         (rank(0, phase=RankPhase.RESTORE), 900.0, 600.0),
         (rank(0, phase=RankPhase.DONE), None, 10.0),
         (rank(0, phase=None), None, 10.0),
+        (rank(0, phase=RankPhase.START, os_state="T"), None, 10.0),  # stopped: no phase goes on
+        (rank(0, step=None, step_slowest=None, os_state="T"), None, 10.0),
+        (rank(0, phase=RankPhase.RESTORE, os_state="T"), 7.0, 7.0),
+        (rank(0, phase=RankPhase.EVAL, step_slowest=4.0, os_state="T"), None, 20.0),
     ],
 )
 def test_limit_of_silence(report: RankReport, hang_s: float | None, limit: float) -> None:
