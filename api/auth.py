@@ -36,4 +36,4 @@ class BearerToken:
 
     def _authentic(self, scope: Scope) -> bool:
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        return hmac.compare_digest(given.strip().encode("latin-1"), self._expected) and scheme.lower() == "bearer"
+        return hmac.compare_digest(given.strip(" \t").encode("latin-1"), self._expected) and scheme.lower() == "bearer"

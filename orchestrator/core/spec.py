@@ -35,8 +35,8 @@ RESERVED_ENV = frozenset({
 })  # fmt: skip
 RESERVED_ENV_PREFIXES = ("KEEPSTEP_", "MASTER_", "TORCHELASTIC_", "RAY_")
 
-LabelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._/-]*[A-Za-z0-9])?\z", max_length=63)]
-LabelValue = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]*\z", max_length=200)]
+LabelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._/-]*[A-Za-z0-9])?$", max_length=63)]
+LabelValue = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]*$", max_length=200)]
 AnyNumber = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -51,7 +51,7 @@ def _not_reserved(name: str) -> str:
     return name
 
 
-EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\z", max_length=256), AfterValidator(_not_reserved)]
+EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256), AfterValidator(_not_reserved)]
 
 
 class Section(BaseModel):
@@ -157,7 +157,7 @@ class Success(Section):
     """What must be so, beside that all ranks end with 0."""
 
     steps: int | None = Field(default=None, ge=1, le=10**12, description="Step that every rank must have finished, 1 to 10^12; null: any.")
-    files: tuple[Annotated[str, StringConstraints(pattern=r"^[^\x00]+\z", max_length=1000)], ...] = Field(
+    files: tuple[Annotated[str, StringConstraints(pattern=r"^[^\x00]+$", max_length=1000)], ...] = Field(
         default=(), strict=False, max_length=100,
         description="At most 100 paths that must exist on some node at the end; relative ones count from the working directory.",
     )  # fmt: skip
@@ -181,7 +181,7 @@ class JobSpec(Section):
     working_dir: None = Field(default=None, exclude=True, description="Only in files for the CLI, which uploads the folder as `bundle`.")
     bundle: str | None = Field(
         default=None,
-        pattern=r"^[0-9a-f]{64}\z",
+        pattern=r"^[0-9a-f]{64}$",
         description="SHA-256 of an uploaded zip, 64 lower-case hex digits; null: no code is unpacked.",
     )
     env: dict[EnvName, str] = Field(
