@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 # Two cores must do for tests; libraries that take all of them only slow each other down.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test slow sim check bench bench-recovery bench-goodput bench-checkpoint bench-overhead clean
+.PHONY: setup demo test slow sim check bench bench-recovery bench-goodput bench-checkpoint bench-overhead bench-control-plane clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.all $(VENV)/.bench  ## everything that demo, test, check and bench need
@@ -33,7 +33,7 @@ check: $(VENV)/.all  ## lint, format, types, direction of imports
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest tests/test_imports.py
 
-bench: bench-recovery bench-goodput bench-checkpoint bench-overhead  ## all measurements of docs/benchmarks.md, one after the other
+bench: bench-recovery bench-goodput bench-checkpoint bench-overhead bench-control-plane  ## all measurements of docs/benchmarks.md, one after the other
 
 bench-recovery: $(VENV)/.bench  ## kill -9 to the next new step, beside torchrun and Ray Train; other numbers: ARGS="--ranks 2 --kills 3"
 	$(BIN)/python benchmarks/recovery.py $(ARGS)
@@ -46,6 +46,9 @@ bench-checkpoint: $(VENV)/.all  ## snapshots and checkpoints beside a plain copy
 
 bench-overhead: $(VENV)/.all  ## steps of an undisturbed training with KeepStep and without; a quick look: ARGS="--pairs 1 --seconds 5"
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
+
+bench-control-plane: $(VENV)/.all  ## submits, lists and the reconciler's pass with up to 10,000 jobs; a quick look: ARGS="--jobs 100 --databases sqlite"
+	$(BIN)/python benchmarks/control_plane.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -113,6 +113,10 @@ class Store(Protocol):
         """Save one decision: job guarded by version, attempt, events, incidents, checkpoints. Raises Conflict."""
         ...
 
+    def save_told(self, jobs: Sequence[Job]) -> None:
+        """Reason and message of jobs that wait; one that changed meanwhile is left out."""
+        ...
+
     # reads
     def open_jobs(self) -> tuple[list[Job], dict[str, Attempt]]:
         """Jobs that are not final or whose newest attempt is not ENDED, with their newest attempts by job id."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from orchestrator.core.actions import JobStep, Plan
 from orchestrator.core.group_spec import Roots
-from orchestrator.core.model import World
+from orchestrator.core.model import Job, World
 from orchestrator.core.plan import plan
 from orchestrator.core.states import AttemptState, JobState
 from orchestrator.executor import Executor, Submit
@@ -91,7 +91,8 @@ class Reconciler:
         done, conflicts = self._save(decided)
         self.last_pass_at = self._clock.now()
         self._executor.start([*(action for step in done for action in step.actions), *decided.sweep])
-        if conflicts or any(_moved(step, world) for step in done):
+        before = {job.id: job for job in world.jobs}
+        if conflicts or any(_moved(step, before[step.job.id], world) for step in done):
             return SOON_S
         return _patience(decided, now)
 
@@ -100,7 +101,7 @@ class Reconciler:
         done, conflicts = [], 0
         for step in decided.steps:
             try:
-                if step.changed:
+                if step.changed and not step.told_only:
                     self._store.save_step(step)
                 done.append(step)
             except Conflict:
@@ -110,6 +111,8 @@ class Reconciler:
             except Exception:
                 self._errors += 1
                 _log.exception("job %s: its step cannot be saved; it is left alone until the next pass", step.job.id)
+        # A queue moves as a whole: a thousand transactions would hold up what follows from this pass.
+        self._store.save_told([step.job for step in done if step.told_only])
         return done, conflicts
 
     def _run(self) -> None:
@@ -133,11 +136,10 @@ class Reconciler:
             self._wake.wait(pause)
 
 
-def _moved(step: JobStep, world: World) -> bool:
+def _moved(step: JobStep, before: Job, world: World) -> bool:
     """True when what was saved has consequences that the next pass should see to at once."""
     if not step.changed:
         return False
-    before = next(job for job in world.jobs if job.id == step.job.id)
     old = world.attempts.get(step.job.id)
     return before.state is not step.job.state or (step.attempt is not None and (old is None or old.state is not step.attempt.state))
 

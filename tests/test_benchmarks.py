@@ -77,3 +77,17 @@ def test_a_turn_of_undisturbed_training_is_measured(monkeypatch: pytest.MonkeyPa
     assert (turn.inside, turn.beside) == ([], 0.0)
     kept = overhead.Turn(turn.step * 1.1, [0.001, 0.003], 0.05)
     assert "| 1.1000 / 1.1000 / 1.1000 | 2.000 / 2.000 / 3.000 |" in overhead.row(20, [(turn, kept)])
+
+
+def test_a_control_plane_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    bench = __import__("control_plane")
+    for name, less in {"SUBMITS": 60, "CALLS": 3, "RUNNING": 5, "PENDING": 4}.items():
+        monkeypatch.setattr(bench, name, less)
+    with bench.databases("sqlite", tmp_path) as new:
+        cells = bench.api(new(), tmp_path, 20).split(" | ")
+        assert len(cells) == len(bench.API_HEAD)
+        assert float(cells[0]) > 1
+        passes = [float(cell) for row in bench.PASSES for cell in row(new(), tmp_path, 20).split(" | ")]
+    assert len(passes) == len(bench.PASS_HEAD)
+    assert min(passes) > 0

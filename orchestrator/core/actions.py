@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from orchestrator.core.model import Attempt, Event, Job
+from orchestrator.core.states import JobState
 from workers.messages import CheckpointCheck, CheckpointRecord, GroupSpec, Incident
 
 
@@ -49,6 +50,11 @@ class JobStep:
     checks: tuple[CheckpointCheck, ...] = ()  # what reading checkpoints has shown, oldest first
     actions: tuple[Action, ...] = ()
     changed: bool = True
+
+    @property
+    def told_only(self) -> bool:
+        """Nothing but the words with which a waiting job is shown, such as its place in the queue, which moves for all at once."""
+        return self.changed and self.job.state is JobState.PENDING and not self.events and not self.actions
 
 
 @dataclass(frozen=True)

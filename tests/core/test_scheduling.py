@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from orchestrator.core.model import Job, Node, NodeState
-from orchestrator.core.scheduling import BACKFILL_S, NodeRoom, Placement, Room, Waiting, rooms, schedule, suspects
+from orchestrator.core.scheduling import BACKFILL_S, NodeRoom, Placement, Room, Waiting, order, rooms, schedule, suspects
 from orchestrator.core.states import AttemptState
 from tests.core.make import NOW, attempt, job, node, seen, spec
 from workers.messages import FailureClass, Incident, NodePlace, Outcome
@@ -133,3 +133,26 @@ def test_free_room(machine: Node, of_attempt: dict[str, Any], known: bool, free:
     attempts = [attempt(**of_attempt)] if of_attempt else []
     found = rooms([machine], attempts, {KEY: seen()} if known else {})
     assert [r.free.cpus for r in found] == ([] if free is None else [free])
+
+
+def test_many_jobs_on_many_nodes_are_placed_as_one_by_one_would_be() -> None:
+    """Against the rule itself, word for word: the fullest node that holds the job, then the lower id."""
+    jobs = [want(f"{number:03}", cpus=1 + number * 7 % 5, nodes=1 + number % 3) for number in range(60)]
+    nodes = [room(f"n{number:03}", 6, free=number % 7) for number in range(80)]
+    free = {node.id: node.free.cpus for node in nodes}
+    answers = schedule(jobs, {each.id: 0.0 for each in jobs}, nodes, 0.0)
+    placed = 0
+    for each in sorted(jobs, key=order):
+        need, count = each.spec.resources.cpus_per_node, each.spec.resources.nodes
+        fitting = sorted((left - need, name) for name, left in free.items() if left >= need)
+        answer = answers[each.id]
+        if len(fitting) < count:
+            assert isinstance(answer, Waiting)
+            assert f"{len(fitting)} of 80 ready nodes" in answer.message
+            continue
+        assert isinstance(answer, Placement)
+        assert [place.node_id for place in answer.nodes] == [name for _, name in fitting[:count]]
+        placed += 1
+        for place in answer.nodes:
+            free[place.node_id] -= need
+    assert 10 < placed < 60

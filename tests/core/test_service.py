@@ -337,3 +337,17 @@ def test_the_thread_wakes_when_told_and_stops(place: Place) -> None:
 
 def test_ids_are_new_each_time() -> None:
     assert len({new_job_id() for _ in range(1000)}) == 1000
+
+
+def test_a_queue_that_moves_is_told_without_events(place: Place) -> None:
+    first, *waiting = [place.submit(name=f"job {number}", resources={"cpus_per_node": 4}) for number in range(4)]
+    place.look(2)
+    before = [place.service.job(job.id) for job in waiting]
+    assert [job.message[-10:] for job in before] == ["position 1", "position 2", "position 3"]
+    place.service.cancel(waiting[0].id)
+    place.look()
+    moved = [place.service.job(job.id) for job in waiting[1:]]
+    assert [job.message[-10:] for job in moved] == ["position 1", "position 2"]
+    assert [job.version for job in moved] == [job.version + 1 for job in before[1:]]
+    assert [event.reason for event in place.service.events(waiting[1].id, 50, None)[0]] == ["Submitted", "WaitingForRoom"]
+    assert place.service.job(first.id).state is JobState.STARTING

@@ -163,3 +163,17 @@ def test_a_reference_means_the_id_then_the_newest_active_name(store: SqlStore) -
         assert found.id == expected
     assert store.job("Same") is None
     assert [job.id for job in store.active("same")] == [new.id, old.id]
+
+
+def test_words_are_saved_for_many_at_once_except_where_one_changed_meanwhile(store: SqlStore, job: Job) -> None:
+    others = [new_job(number) for number in (2, 3)]
+    for other in others:
+        store.add_job(other, submitted(other), None, "h")
+    asked = store.save_intent(ordered(job), Event(job.id, T0, "CancelRequested", "by the user"))
+    told = [replace(each, message=f"position {n}", look_again_at=T0, name="other") for n, each in enumerate([job, *others])]
+    store.save_told(told)
+    assert store.job(job.id) == asked
+    for n, other in enumerate(others, 1):
+        assert store.job(other.id) == replace(other, message=f"position {n}", look_again_at=T0, version=2)
+        assert _history(store, other) == ["Submitted"]
+    store.save_told([])

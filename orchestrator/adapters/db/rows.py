@@ -7,8 +7,9 @@ program output) are replaced by their escapes, so that no output of a rank can m
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, is_dataclass
+from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
@@ -23,21 +24,27 @@ T = TypeVar("T")
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {cls: TypeAdapter(cls) for cls in (Job, Attempt, Event, Incident, Checkpoint)}
 
 
-def row(table: Table, value: Any) -> dict[str, Any]:
-    """Column values of ``value``; columns that it has no field for are left out, and an ``id`` that the database is yet to give."""
-    fields = {name: getattr(value, name) for name in table.columns.keys() if hasattr(value, name)}  # noqa: SIM118
-    return {
-        name: _encoded(item) if table.columns[name].info.get("json") else clean(item)
-        for name, item in fields.items()
-        if not (name == "id" and item is None)
-    }
+def row(table: Table, value: Any, names: Collection[str] | None = None) -> dict[str, Any]:
+    """Column values of ``value``, of the columns ``names`` only where they are given; columns that it has no field for are left out, and an
+    ``id`` that the database is yet to give."""
+    columns = _columns(table)
+    wanted = columns if names is None else names
+    fields = ((name, columns[name], getattr(value, name)) for name in wanted if hasattr(value, name))
+    return {name: _encoded(item) if json_text else clean(item) for name, json_text, item in fields if not (name == "id" and item is None)}
 
 
 def value(cls: type[T], table: Table, columns: Mapping[str, Any]) -> T:
     """The ``cls`` that ``row`` made ``columns`` from. Raises ValueError (pydantic's) where a row does not make sense."""
-    fields = {name: _decoded(name, item) if table.columns[name].info.get("json") else item for name, item in columns.items()}
+    json_text = _columns(table)
+    fields = {name: _decoded(name, item) if json_text[name] else item for name, item in columns.items()}
     made: T = _ADAPTERS[cls].validate_python(fields)
     return made
+
+
+@cache
+def _columns(table: Table) -> dict[str, bool]:
+    """Name of each column, and whether it holds JSON."""
+    return {column.name: bool(column.info.get("json")) for column in table.columns}
 
 
 def clean(item: Any) -> Any:
@@ -69,4 +76,9 @@ def _scrubbed(item: Any) -> Any:
 
 def _decoded(name: str, text: str) -> Any:
     # The spec's types are strict: from JSON a list may become a tuple, from Python objects it may not.
-    return JobSpec.model_validate_json(text) if name == "spec" else json.loads(text)
+    return _spec(text) if name == "spec" else json.loads(text)
+
+
+@lru_cache(maxsize=5000)  # a pass reads all open jobs, and a spec never changes
+def _spec(text: str) -> JobSpec:
+    return JobSpec.model_validate_json(text)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, Table, and_, case, delete, false, insert, literal, or_, select, text, tuple_, update
+from sqlalchemy import Connection, Engine, Table, and_, bindparam, case, delete, false, insert, literal, or_, select, text, tuple_, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from orchestrator.adapters.db import cursors
@@ -35,6 +35,7 @@ _FINAL = sorted(state.value for state in FINAL)
 _OPEN = sorted(state.value for state in JobState if not state.final)
 _ATTEMPT_OPEN = sorted(state.value for state in AttemptState if state != AttemptState.ENDED)
 _INTENT = ("desired", "grace_s")
+_TOLD = ("reason", "message", "look_again_at")
 _FIXED = ("id", "name", "spec", "created_at", "version")
 
 
@@ -103,6 +104,12 @@ class SqlStore:
                 pruned = CHECKPOINTS.c.url.in_([clean(url) for url in step.pruned])
                 connection.execute(delete(CHECKPOINTS).where(CHECKPOINTS.c.job_id == step.job.id, pruned))
         return saved
+
+    def save_told(self, jobs: Sequence[Job]) -> None:
+        """Writes reason and message of jobs that wait, in one transaction; a job with another version by now is left out."""
+        if jobs:
+            with writing(self._engine) as connection:
+                connection.execute(_guarded(_TOLD), [_guard(job, _TOLD) for job in jobs])
 
     # reads
 
@@ -260,12 +267,20 @@ def _page(
 
 
 def _guarded_update(connection: Connection, job: Job, names: Sequence[str]) -> Job:
-    columns = row(JOBS, job)
-    changes = {name: columns[name] for name in names} | {"version": job.version + 1}
-    done = connection.execute(update(JOBS).where(JOBS.c.id == job.id, JOBS.c.version == job.version).values(changes))
-    if done.rowcount == 0:
+    if connection.execute(_guarded(tuple(names)), _guard(job, names)).rowcount == 0:
         raise Conflict(f"job {job.id} is no longer at version {job.version}")
     return replace(job, version=job.version + 1)
+
+
+def _guard(job: Job, names: Sequence[str]) -> dict[str, Any]:
+    """What ``_guarded`` asks for."""
+    return row(JOBS, job, names) | {"version": job.version + 1, "job": job.id, "read": job.version}
+
+
+@cache  # building a statement takes longer than running it
+def _guarded(names: tuple[str, ...]) -> Any:
+    changes = {name: bindparam(name, type_=JOBS.c[name].type) for name in (*names, "version")}
+    return update(JOBS).where(JOBS.c.id == bindparam("job"), JOBS.c.version == bindparam("read")).values(changes)
 
 
 def _record_check(connection: Connection, job_id: str, check: CheckpointCheck) -> None:
@@ -281,10 +296,15 @@ def _insert_into(dialect: str, table: Table) -> Any:
 
 def _insert_new(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]], unique: Sequence[str]) -> bool:
     """Inserts the rows whose ``unique`` columns are new; False when one was not."""
-    # What comes back is counted, since the row count of an INSERT is not reliable in every driver.
-    statement = _insert_into(connection.dialect.name, table).on_conflict_do_nothing(index_elements=unique).returning(table.c[unique[0]])
+    statement = _inserting(connection.dialect.name, table, tuple(unique))
     written = [connection.execute(statement, columns).first() is not None for columns in rows]
     return all(written)
+
+
+@cache
+def _inserting(dialect: str, table: Table, unique: tuple[str, ...]) -> Any:
+    # What comes back is counted, since the row count of an INSERT is not reliable in every driver.
+    return _insert_into(dialect, table).on_conflict_do_nothing(index_elements=unique).returning(table.c[unique[0]])
 
 
 def _upsert(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]], unique: Sequence[str]) -> None:
@@ -292,7 +312,7 @@ def _upsert(connection: Connection, table: Table, rows: Sequence[Mapping[str, An
         connection.execute(_upserting(connection.dialect.name, table, tuple(rows[0]), tuple(unique)), rows)
 
 
-@cache  # building it takes longer than running it
+@cache
 def _upserting(dialect: str, table: Table, names: tuple[str, ...], unique: tuple[str, ...]) -> Any:
     statement = _insert_into(dialect, table)
     changes = {name: statement.excluded[name] for name in names if name not in unique}
