@@ -115,11 +115,11 @@ def api(url: str, folder: Path, jobs: int) -> str:
         server.work()
         busy = reads(server, jobs)
         rate = submits(server, SUBMITS)
-        after = reads(server, jobs)["list of 200"]
+        after = reads(server, jobs)
         cells = [f"{rate:.0f}"]
         cells += [f"{statistics.median(quiet[name]):.1f} / {p99(quiet[name]):.1f}" for name in quiet]
-        cells += [f"{statistics.median(busy['list of 200']):.1f} / {p99(busy['list of 200']):.1f}"]
-        cells += [f"{statistics.median(after):.1f} / {p99(after):.1f}", f"{server.rss_mb:.0f}"]
+        cells += [f"{statistics.median(seen[name]):.1f} / {p99(seen[name]):.1f}" for seen in (busy, after) for name in list(READS)[1:3]]
+        cells.append(f"{server.rss_mb:.0f}")
     return " | ".join(cells)
 
 
@@ -174,7 +174,17 @@ def databases(kind: str, folder: Path) -> Iterator[Callable[[], str]]:
 
 
 PASSES = (passes, running_passes, placing)
-API_HEAD = ["submits/s", "get", *list(READS)[1:], "deep cursor", "list of 200, working", "and 1,000 wait", "RSS, MB"]
+API_HEAD = [
+    "submits/s",
+    "get",
+    *list(READS)[1:],
+    "deep cursor",
+    "50, working",
+    "200, working",
+    "50, 1,000 wait",
+    "200, 1,000 wait",
+    "RSS, MB",
+]
 PASS_HEAD = ["1,000 wait, first", "again", "+ 500 run, still", "growing", "events/s", "500 placed"]
 
 
