@@ -34,6 +34,8 @@ def _context(request: Request) -> Context:
 
 
 Here = Annotated[Context, Depends(_context)]
-Ref = Annotated[str, Path(min_length=1, max_length=200, description="Job id, or name: then its newest job, an active one first.")]
+Ref = Annotated[
+    str, Path(min_length=1, max_length=200, description="Job id, or name, 1 to 200 characters: then its newest job, an active one first.")
+]
 Limit = Annotated[int, Query(ge=1, le=200, description="Most items on the page, 1 to 200.")]
-Cursor = Annotated[str | None, Query(max_length=500, description="`next_cursor` of the page before.")]
+Cursor = Annotated[str | None, Query(max_length=500, description="`next_cursor` of the page before, at most 500 characters.")]

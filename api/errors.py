@@ -17,12 +17,14 @@ from starlette.exceptions import HTTPException
 
 from orchestrator.adapters.storage.bundles import BundleTooLarge
 from orchestrator.adapters.storage.zipcheck import BadBundle
+from orchestrator.core.spec_errors import sentence
 from orchestrator.ports import BadCursor, Conflict, KeyReused, Unavailable
 from orchestrator.service import NotFound, Refused
 
 log = logging.getLogger(__name__)
 MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER_S = 2
+NAMED, TOLD = 20, 100  # bad fields in a sentence, and in all
 
 
 class FieldProblem(BaseModel):
@@ -40,7 +42,7 @@ class Problem(BaseModel):
     status: int = Field(description="The HTTP status.")
     code: str = Field(description="Stable token for programs.", examples=["job_not_found"])
     detail: str = Field(description="What happened and what to do, in a sentence.")
-    errors: list[FieldProblem] = Field(default_factory=list, description="With 422: one entry for each bad field.")
+    errors: list[FieldProblem] = Field(default_factory=list, description="With 422: one entry for each bad field, at most 100.")
 
 
 TITLES = {
@@ -61,8 +63,9 @@ class ApiProblem(Exception):
 
 def invalid(errors: Sequence[FieldProblem]) -> ApiProblem:
     """422 with its fields."""
-    names = ", ".join(error.field or "the body" for error in errors)
-    return ApiProblem(422, "invalid_input", f"not accepted: {names}", errors)
+    names = ", ".join(error.field or "the body" for error in errors[:NAMED])
+    more = f" and {len(errors) - NAMED} more" if len(errors) > NAMED else ""
+    return ApiProblem(422, "invalid_input", f"not accepted: {names}{more}", errors[:TOLD])
 
 
 def answer(
@@ -78,6 +81,12 @@ def documented(*statuses: int) -> dict[int | str, dict[str, object]]:
         status: {"description": TITLES[status], "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}}
         for status in sorted({401, 503, *statuses})
     }
+
+
+def _descriptions(request: Request) -> dict[str, str | None]:
+    """Of the parameters that the request's route takes, by name."""
+    taken = request.scope["route"].dependant
+    return {field.alias: field.field_info.description for field in (*taken.path_params, *taken.query_params, *taken.header_params)}
 
 
 def install(app: FastAPI) -> None:
@@ -122,9 +131,13 @@ def install(app: FastAPI) -> None:
         return answer(422, "bad_bundle", str(error), [FieldProblem(field="bundle", message=str(error))])
 
     @app.exception_handler(RequestValidationError)
-    async def _parameters(_: Request, error: RequestValidationError) -> JSONResponse:
-        found = {str(e["loc"][-1]): e["msg"] for e in reversed(error.errors())}
-        return await _api(_, invalid([FieldProblem(field=field, message=message) for field, message in reversed(found.items())]))
+    async def _parameters(request: Request, error: RequestValidationError) -> JSONResponse:
+        allowed = _descriptions(request)
+        found: dict[str, str] = {}
+        for item in error.errors():
+            field = str(item["loc"][1])
+            found.setdefault(field, sentence(item, allowed.get(field)))
+        return await _api(request, invalid([FieldProblem(field=field, message=message) for field, message in found.items()]))
 
     @app.exception_handler(HTTPException)
     async def _http(_: Request, error: HTTPException) -> JSONResponse:

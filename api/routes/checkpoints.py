@@ -12,7 +12,7 @@ from api.errors import documented
 from api.schemas import CheckpointOut, Page
 
 router = APIRouter(prefix="/jobs/{ref}/checkpoints", tags=["checkpoints"], responses=documented(404, 422))
-Step = Annotated[int, Path(ge=0, lt=2**63, description="Step of the checkpoint; of several, the newest is meant.")]
+Step = Annotated[int, Path(ge=0, lt=2**63, description="Step of the checkpoint, 0 to 2^63 - 1; of several, the newest is meant.")]
 
 
 @router.get("", summary="Checkpoints of a job")

@@ -50,7 +50,9 @@ async def events(
     limit: Limit = 50,
     cursor: Cursor = None,
     accept: Annotated[str, Header(include_in_schema=False)] = "",
-    last_event_id: Annotated[int | None, Header(ge=0, le=MAX_ID, description="Continue an event stream behind this id.")] = None,
+    last_event_id: Annotated[
+        int | None, Header(alias="Last-Event-ID", ge=0, le=MAX_ID, description="Continue an event stream behind this id, 0 to 2^63 - 1.")
+    ] = None,
 ) -> Page[EventOut] | StreamingResponse:
     """Oldest first. As an event stream it goes on until the job has ended; `limit` and `cursor` then mean nothing."""
     if EVENTS in accept:

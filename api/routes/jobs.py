@@ -7,18 +7,19 @@ import json
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
 from api.body import documented as body
 from api.body import json_body
 from api.context import Cursor, Here, Limit, Ref
 from api.errors import FieldProblem, documented, invalid
 from api.schemas import JobOut, Page, PlanOut
-from orchestrator.core.spec import JobSpec, dump
+from orchestrator.core.spec import JobSpec, LabelName, LabelValue, dump
 from orchestrator.core.states import JobState
 from orchestrator.service import Fault
 
 router = APIRouter(prefix="/jobs", tags=["jobs"])
+LABELS = TypeAdapter(dict[LabelName, LabelValue])
 
 
 class CancelRequest(BaseModel):
@@ -39,7 +40,7 @@ class DrillRequest(BaseModel):
         "small cgroup until the kernel kills it, or raises MemoryError where no cgroup can be made; exit: the rank exits by itself; "
         "agent: its node's agent dies; corrupt_checkpoint: a byte of the newest whole checkpoint is changed in storage, whatever the rank."
     )
-    rank: int = Field(0, ge=0, lt=4096, description="Rank to hit, 0 to world size - 1.")
+    rank: int = Field(0, ge=0, lt=4096, description="Rank to hit, 0 to world size - 1, at most 4095.")
 
 
 class DrillOut(BaseModel):
@@ -90,8 +91,11 @@ def jobs(
     here: Here,
     limit: Limit = 50,
     cursor: Cursor = None,
-    state: Annotated[JobState | None, Query(description="Only jobs in this state.")] = None,
-    label: Annotated[list[str] | None, Query(max_length=16, description="`name=value`, up to 16 times: all must match.")] = None,
+    state: Annotated[JobState | None, Query(description=f"Only jobs in this state: {', '.join(JobState)}.")] = None,
+    label: Annotated[
+        list[Annotated[str, StringConstraints(max_length=264)]] | None,
+        Query(max_length=16, description="`name=value`, each up to 264 characters, up to 16 times with different names: all must match."),
+    ] = None,
 ) -> Page[JobOut]:
     """Newest first."""
     page, following = here.service.jobs(state, _labels(label or []), limit, cursor)
@@ -100,10 +104,21 @@ def jobs(
 
 def _labels(given: list[str]) -> dict[str, str]:
     pairs = [text.partition("=") for text in given]
-    bad = [text for text, (name, equals, _) in zip(given, pairs, strict=True) if not name or not equals]
+    bad = [text for text, (name, equals, value) in zip(given, pairs, strict=True) if not (equals and _possible(name, value))]
     if bad:
-        raise invalid([FieldProblem(field="label", message=f"{bad[0][:100]!r} must have the form name=value")])
+        message = f"{bad[0][:100]!r} must have the form name=value, of a name and a value that a job may have"
+        raise invalid([FieldProblem(field="label", message=message)])
+    if len({name for name, _, _ in pairs}) < len(pairs):
+        raise invalid([FieldProblem(field="label", message="one name may be asked for once, since a job has one value of it")])
     return {name: value for name, _, value in pairs}
+
+
+def _possible(name: str, value: str) -> bool:
+    try:
+        LABELS.validate_python({name: value})
+    except ValidationError:
+        return False
+    return True
 
 
 @router.get("/{ref}", summary="Get a job", responses=documented(404, 422))

@@ -29,12 +29,21 @@ ANSWER = "Text, or with `Accept: text/event-stream` events `log`, `job` and `end
 async def logs(
     here: Here,
     ref: Ref,
-    rank: Annotated[int | None, Query(ge=0, lt=4096, description="Only this rank; without it each line begins with `[rank N] `.")] = None,
-    generation: Annotated[int | None, Query(ge=0, description="Only this generation; default: all of the newest attempt.")] = None,
+    rank: Annotated[
+        int | None, Query(ge=0, lt=4096, description="Only this rank, 0 to 4095; without it each line begins with `[rank N] `.")
+    ] = None,
+    generation: Annotated[
+        int | None, Query(ge=0, lt=10**9, description="Only this generation, 0 to 10^9 - 1; default: all of the newest attempt.")
+    ] = None,
     tail: Annotated[int | None, Query(ge=0, le=10_000, description="Newest lines per rank, 0 to 10000, at most 4 MiB.")] = None,
-    follow: Annotated[bool, Query(description="Go on until the job has ended.")] = False,
+    follow: Annotated[bool, Query(description="true or false: go on until the job has ended.")] = False,
     accept: Annotated[str, Header(include_in_schema=False)] = "",
-    last_event_id: Annotated[str | None, Header(max_length=100_000, description="Continue an event stream behind this id.")] = None,
+    last_event_id: Annotated[
+        str | None,
+        Header(
+            alias="Last-Event-ID", max_length=100_000, description="Continue an event stream behind this id, at most 100,000 characters."
+        ),
+    ] = None,
 ) -> StreamingResponse:
     """Output of the ranks. Bytes that are no UTF-8 are shown as U+FFFD. A tail begins in the newest generation that wrote anything."""
     job = await asyncio.to_thread(here.service.job, ref)

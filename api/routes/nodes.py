@@ -22,7 +22,9 @@ def nodes(here: Here, limit: Limit = 50, cursor: Cursor = None) -> Page[NodeOut]
 
 
 @router.get("/{ref}", summary="Get a node", responses=documented(404, 422))
-def node(here: Here, ref: Annotated[str, Path(min_length=1, max_length=200, description="Node id or name.")]) -> NodeOut:
+def node(
+    here: Here, ref: Annotated[str, Path(min_length=1, max_length=200, description="Node id or name, 1 to 200 characters.")]
+) -> NodeOut:
     """By id, or by name."""
     for found in here.service.nodes():
         if ref in (found.id, found.name):

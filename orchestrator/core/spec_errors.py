@@ -1,4 +1,4 @@
-"""What is wrong with a job spec, told once for each bad field, with its limit and the remedy. PURE."""
+"""What is wrong with a job spec or another body, told once for each bad field, with its limit and the remedy. PURE."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ WHAT: dict[str, str] = {  # by pydantic's error type; the field's own descriptio
     "missing": "is required",
     "int_type": "must be a whole number (no quotes, no fraction, not true or false)",
     "int_from_float": "must be a whole number (no fraction)",
+    "int_parsing": "must be a whole number",
+    "int_parsing_size": "is out of range",
+    "bool_parsing": "must be true or false",
+    "enum": "is not one of the known values",
     "float_type": "must be a number (no quotes, not true or false)",
     "finite_number": "must be a finite number",
     "string_type": "must be a string; put it into quotes",
@@ -29,6 +33,7 @@ WHAT: dict[str, str] = {  # by pydantic's error type; the field's own descriptio
     "too_long": "has too many entries",
     "greater_than": "is out of range",
     "greater_than_equal": "is out of range",
+    "less_than": "is out of range",
     "less_than_equal": "is out of range",
     "literal_error": "is not one of the known values",
     "none_required": "must be left out",
@@ -43,11 +48,11 @@ class Problem:
     message: str
 
 
-def problems(error: ValidationError) -> list[Problem]:
-    """One Problem for each bad field, in the order of the spec's fields as pydantic found them."""
+def problems(error: ValidationError, model: type[BaseModel] = JobSpec) -> list[Problem]:
+    """One Problem for each bad field, in the order of the fields of ``model`` as pydantic found them."""
     found: dict[str, Problem] = {}
     for item in error.errors(include_url=False):
-        path, info, section = _locate(item["loc"])
+        path, info, section = _locate(item["loc"], model)
         context = item.get("ctx", {})
         name = context.get("field") or ".".join(path)
         short_of_bad_entries = item["type"] == "too_short" and any(other.startswith(f"{name}.") for other in found)
@@ -56,9 +61,8 @@ def problems(error: ValidationError) -> list[Problem]:
     return list(found.values())
 
 
-def _locate(loc: tuple[int | str, ...]) -> tuple[list[str], FieldInfo | None, type[BaseModel]]:
+def _locate(loc: tuple[int | str, ...], section: type[BaseModel]) -> tuple[list[str], FieldInfo | None, type[BaseModel]]:
     """The dotted path of a location without pydantic's union tags, the field there, and the section that holds it."""
-    section: type[BaseModel] = JobSpec
     path: list[str] = []
     for depth, part in enumerate(loc):
         path.append(str(part))
@@ -82,11 +86,15 @@ def _message(item: Any, info: FieldInfo | None, section: type[BaseModel]) -> str
     if item["type"] == "extra_forbidden":
         return f"unknown field; known here: {', '.join(section.model_fields)}"
     if item["type"] in ("model_type", "model_attributes_type") and info is None:
-        return "the job spec must be a mapping of fields"
+        return f"{'the job spec' if section is JobSpec else 'the body'} must be a mapping of fields"
+    return sentence(item, info.description if info is not None else None)
+
+
+def sentence(item: Any, allowed: str | None) -> str:
+    """One of pydantic's errors; ``allowed``: the description of the field, which states its limit."""
     what = WHAT.get(item["type"], item["msg"])
     given = "" if item["type"] == "missing" else f", got {_short(item['input'])}"
-    limit = f". Allowed: {info.description}" if info is not None and info.description else ""
-    return f"{what}{given}{limit}"
+    return f"{what}{given}" + (f". Allowed: {allowed}" if allowed else "")
 
 
 def _short(value: object) -> str:

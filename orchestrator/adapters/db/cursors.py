@@ -23,6 +23,13 @@ def decode(kind: str, cursor: str, shape: tuple[type, ...]) -> Key:
         made_for, *key = json.loads(base64.b64decode(padded, altchars=b"-_", validate=True))
     except (ValueError, TypeError, binascii.Error):
         made_for, key = None, []
-    if made_for != kind or tuple(map(type, key)) != shape:
+    if made_for != kind or tuple(map(type, key)) != shape or not all(map(_storable, key)):
         raise BadCursor(f"cursor: not one of the list of {kind}; take next_cursor of the page before, unchanged, or leave it out")
     return tuple(key)
+
+
+def _storable(part: int | float | str) -> bool:
+    """No key holds what the databases cannot."""
+    if isinstance(part, str):
+        return part.isascii() and part.isprintable()
+    return abs(part) < 2**63  # neither NaN nor infinite
