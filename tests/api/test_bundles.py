@@ -29,10 +29,39 @@ def make(*entries: tuple[str, bytes] | tuple[zipfile.ZipInfo, bytes]) -> bytes:
 
 
 def link(name: str, target: str) -> tuple[zipfile.ZipInfo, bytes]:
+    return special(name, stat.S_IFLNK)[0], target.encode()
+
+
+def special(name: str, kind: int) -> tuple[zipfile.ZipInfo, bytes]:
     info = zipfile.ZipInfo(name)
     info.create_system = 3
-    info.external_attr = (stat.S_IFLNK | 0o777) << 16
-    return info, target.encode()
+    info.external_attr = (kind | 0o777) << 16
+    return info, b""
+
+
+def locked(data: bytes) -> bytes:
+    """With the flag of encryption on every entry."""
+    changed = bytearray(data)
+    for mark, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        at = -1
+        while (at := data.find(mark, at + 1)) >= 0:
+            changed[at + flags] |= 1
+    return bytes(changed)
+
+
+def squeezed(name: str, content: bytes) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_BZIP2) as archive:
+        archive.writestr(name, content)
+    return buffer.getvalue()
+
+
+def overlapping(count: int) -> bytes:
+    """``count`` entries whose directory lines all point to the same bytes."""
+    data = make(("00000000", bytes(1024**2)))
+    begin, end = data.index(b"PK\x01\x02"), data.index(b"PK\x05\x06")
+    lines = b"".join(data[begin:end].replace(b"00000000", f"{number:08d}".encode()) for number in range(count))
+    return data[:begin] + lines + struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, count, count, len(lines), begin, 0)
 
 
 def put(server: Running, data: bytes, sha: str | None = None) -> httpx.Response:
@@ -58,6 +87,12 @@ BAD = {
     "same name twice": (make(("a", b"1"), ("a", b"2")), "occurs twice"),
     "folder and file of one name": (make(("a", b"1"), ("a/", b"")), "occurs twice"),
     "file under a file": (make(("a", b"1"), ("a/b", b"2")), "is a file in the same archive"),
+    "names that differ in case": (make(("lib/Net.py", b"1"), ("lib/net.py", b"2")), "differ in spelling only"),
+    "names that differ in composition": (make(("\u00e9", b"1"), ("e\u0301", b"2")), "differ in spelling only"),
+    "encrypted": (locked(make(("a", b"1"))), "encrypted; pack it without a password"),
+    "other compression": (squeezed("a", b"1"), "only stored and deflate"),
+    "entries that share their bytes": (overlapping(1000), "overlaps with"),
+    "a device": (make(special("null", stat.S_IFCHR)), "special file"),
     "workers package": (make(("workers/__init__.py", b"")), "clashes"),
     "workers module": (make(("workers.py", b"")), "clashes"),
     "long name": (make(("x" * 2000, b"1")), "too long"),

@@ -40,7 +40,7 @@ def test_a_bad_id_is_refused_and_a_job_that_is_not_there_is_not_found(server: Ru
     job = server.submit()["id"]
     headers = {"Accept": "text/event-stream", "Last-Event-ID": "yesterday"}
     bad = server.http.get(f"/api/v1/jobs/{job}/events", headers=headers)
-    assert (bad.status_code, bad.json()["errors"][0]["field"]) == (422, "last-event-id")
+    assert (bad.status_code, bad.json()["errors"][0]["field"]) == (422, "Last-Event-ID")
     assert server.http.get("/api/v1/jobs/none/events", headers={"Accept": "text/event-stream"}).status_code == 404
 
 

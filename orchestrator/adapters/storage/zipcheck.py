@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 import stat
 import struct
+import unicodedata
 import zipfile
 import zlib
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,6 +23,7 @@ CHUNK = 1024 * 1024
 DRIVE = re.compile(r"^[A-Za-z]:")
 METHODS = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}
 END_OF_DIRECTORY = b"PK\x05\x06"
+LOCAL_HEADER = 30  # bytes, without name and extra field
 
 
 class BadBundle(Exception):
@@ -35,6 +38,7 @@ def check(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
             _check_names(entries)
+            _check_places(entries)
             _check_content(archive, entries)
     except (zipfile.BadZipFile, struct.error, NotImplementedError, EOFError, zlib.error, ValueError, OSError) as error:
         raise BadBundle(f"not a sound zip archive: {error}; pack it again") from error
@@ -63,6 +67,7 @@ def _check_names(entries: list[zipfile.ZipInfo]) -> None:
     if len(entries) > MAX_ENTRIES:
         raise BadBundle(_too_many())
     seen: set[str] = set()
+    spelled: dict[str, str] = {}
     files: set[str] = set()
     for entry in entries:
         name = entry.filename
@@ -78,6 +83,9 @@ def _check_names(entries: list[zipfile.ZipInfo]) -> None:
         if plain in seen:
             raise BadBundle(f"{name!r} occurs twice; every name may occur once")
         seen.add(plain)
+        other = spelled.setdefault(unicodedata.normalize("NFC", plain).casefold(), plain)
+        if other != plain:
+            raise BadBundle(f"{plain!r} and {other!r} differ in spelling only, and some file systems hold one of them; rename one")
         if not entry.is_dir():
             files.add(plain)
     for plain in seen:
@@ -87,6 +95,13 @@ def _check_names(entries: list[zipfile.ZipInfo]) -> None:
                 raise BadBundle(f"{plain!r} lies under a name that is a file in the same archive")
     if any(plain == "workers.py" or plain.split("/")[0] == "workers" for plain in files):
         raise BadBundle("a top-level `workers` module clashes with KeepStep's user API; rename it")
+
+
+def _check_places(entries: list[zipfile.ZipInfo]) -> None:
+    """Each entry has bytes of its own: many that share the same ones unpack to far more than a zip can otherwise hold."""
+    for entry, following in pairwise(sorted(entries, key=lambda entry: entry.header_offset)):
+        if following.header_offset < entry.header_offset + LOCAL_HEADER + entry.compress_size:
+            raise BadBundle(f"{entry.filename!r} overlaps with {following.filename!r}; pack the archive again")
 
 
 def _check_name(name: str, raw: str) -> None:
