@@ -18,13 +18,15 @@ from orchestrator.service import Service
 
 @dataclass(frozen=True)
 class Context:
-    """``ping`` and ``figures`` raise Unavailable; ``work`` is that of the reconciler."""
+    """``ping``, ``last_pass_at`` and ``figures`` raise Unavailable; ``work`` is that of this server's reconciler, ``last_pass_at`` of the
+    one that leads."""
 
     service: Service
     bundles: Bundles
     logs_of: Callable[[Job], LogStore]
     ping: Callable[[], None]
     work: Callable[[], Work]
+    last_pass_at: Callable[[], float | None]
     figures: Callable[[], Figures]
     now: Callable[[], float]
 

@@ -87,7 +87,7 @@ def context_of(control: Control) -> Context:
     """What the routes need of a control plane."""
     return Context(
         service=control.service, bundles=control.bundles, logs_of=control.logs_of, ping=control.store.ping,
-        work=lambda: control.reconciler.work, figures=control.store.figures, now=control.clock.now,
+        work=lambda: control.reconciler.work, last_pass_at=control.last_pass_at, figures=control.store.figures, now=control.clock.now,
     )  # fmt: skip
 
 

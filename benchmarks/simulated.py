@@ -25,6 +25,7 @@ from sqlalchemy import insert
 from api.app import create_app
 from api.serve import context_of, stay_responsive
 from orchestrator.adapters.db.engine import open_engine, writing
+from orchestrator.adapters.db.leases import SqlLeases
 from orchestrator.adapters.db.rows import row
 from orchestrator.adapters.db.schema import upgrade
 from orchestrator.adapters.db.store import SqlStore
@@ -50,7 +51,7 @@ class Cluster:
     def __init__(self, groups: dict[Key, tuple[NodePlace, ...]], *, full: bool) -> None:
         self._groups, self._full, self._looks, self.grows = groups, full, 0, False
 
-    def observe(self, keys: Sequence[Key]) -> dict[Key, GroupView]:
+    def observe(self, keys: Sequence[Key], fence: int | None) -> dict[Key, GroupView]:
         self._looks += self.grows
         return {key: self._view(key) for key in keys}
 
@@ -61,13 +62,13 @@ class Cluster:
     def existing(self) -> set[Key]:
         return set(self._groups)
 
-    def create(self, spec: GroupSpec) -> None:
+    def create(self, spec: GroupSpec, fence: int) -> None:
         self._groups[spec.job_id, spec.attempt] = spec.nodes
 
-    def end(self, job_id: str, attempt: int, grace_s: float) -> None:
-        self.remove(job_id, attempt)
+    def end(self, job_id: str, attempt: int, grace_s: float, fence: int) -> None:
+        self.remove(job_id, attempt, fence)
 
-    def remove(self, job_id: str, attempt: int) -> bool:
+    def remove(self, job_id: str, attempt: int, fence: int) -> bool:
         self._groups.pop((job_id, attempt), None)
         return True
 
@@ -203,10 +204,12 @@ def serving(url: str, folder: Path, *, full: bool = False) -> Iterator[Server]:
 
 
 def _serve(url: str, storage: str, full: bool, orders: Connection) -> None:
-    store, clock = SqlStore(open_engine(url)), SystemClock()
+    engine, clock = open_engine(url), SystemClock()
+    store = SqlStore(engine)
     _, attempts = store.open_jobs()
     cluster = Cluster({(a.job_id, a.number): a.nodes for a in attempts.values()}, full=full)
-    control = assemble(store, cluster, cluster, clock, storage, threading.Event())
+    control = assemble(store, cluster, cluster, clock, storage, threading.Event(), SqlLeases(engine), "simulated", sole=True)
+    control.leadership.beat()
     server = _Thread(uvicorn.Config(create_app(context_of(control), TOKEN), port=0, log_config=None, access_log=False))
     stay_responsive()
     threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True).start()

@@ -6,6 +6,8 @@ Invariants: adapters are imported here and nowhere above; closing takes everythi
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,9 +18,11 @@ from orchestrator.adapters.storage.checkpoints import StoredCheckpoints
 from orchestrator.adapters.storage.logs import LogStore
 from orchestrator.clock import SystemClock
 from orchestrator.core.group_spec import Roots, storage_url
+from orchestrator.core.lease import Lease, foreign
 from orchestrator.core.lifecycle import taken_down
 from orchestrator.core.model import Job
-from orchestrator.ports import Clock, Groups, Nodes, Store, Unavailable
+from orchestrator.leadership import Leadership
+from orchestrator.ports import Clock, Groups, Leases, Nodes, Store, Unavailable
 from orchestrator.reconciler import Reconciler
 from orchestrator.service import Service
 from orchestrator.settings import Settings, SettingsError
@@ -33,10 +37,17 @@ class Control:
 
     service: Service
     reconciler: Reconciler
+    leadership: Leadership
+    leases: Leases
     store: Store
     bundles: Bundles
     roots: Roots
     clock: Clock
+
+    def last_pass_at(self) -> float | None:
+        """When the newest pass of whichever server leads was complete, Unix seconds. Raises Unavailable."""
+        work = self.reconciler.work
+        return work.last_pass_at if work.leads else self.leases.lease().passed_at
 
     def logs_of(self, job: Job) -> LogStore:
         return LogStore(storage_url(job.id, job.spec, self.roots))
@@ -48,8 +59,20 @@ def roots(storage: str) -> Roots:
     return Roots(jobs=f"{base}/jobs", bundles=f"{base}/bundles")
 
 
-def assemble(store: Store, groups: Groups, nodes: Nodes, clock: Clock, storage: str, wake: threading.Event) -> Control:
-    """The parts over given ports; starts nothing. ``wake``: set by anyone to have the reconciler's next pass at once."""
+def assemble(
+    store: Store,
+    groups: Groups,
+    nodes: Nodes,
+    clock: Clock,
+    storage: str,
+    wake: threading.Event,
+    leases: Leases,
+    cluster: str,
+    *,
+    sole: bool,
+) -> Control:
+    """The parts over given ports; starts nothing. ``wake``: set by anyone to have the reconciler's next pass at once; ``cluster``: where
+    jobs run; ``sole``: no other server can use this database."""
     places = roots(storage)
     bundles = Bundles(places.bundles)
 
@@ -57,7 +80,9 @@ def assemble(store: Store, groups: Groups, nodes: Nodes, clock: Clock, storage: 
         return storage_url(job.id, job.spec, places)
 
     service = Service(store, groups, nodes, clock, wake, bundle_exists=bundles.exists, stored=StoredCheckpoints(), folder_of=folder_of)
-    return Control(service, Reconciler(store, groups, nodes, clock, places, wake), store, bundles, places, clock)
+    leadership = Leadership(leases, f"{socket.gethostname()}:{os.getpid()}", cluster, wake, sole=sole)
+    reconciler = Reconciler(store, groups, nodes, clock, places, wake, leadership)
+    return Control(service, reconciler, leadership, leases, store, bundles, places, clock)
 
 
 def upgrade_database(settings: Settings) -> str | None:
@@ -85,6 +110,8 @@ def running(settings: Settings, nodes: int | None, gpus_per_node: int) -> Iterat
     Unavailable.
     """
     from orchestrator.adapters.db.engine import open_engine
+    from orchestrator.adapters.db.leases import SqlLeases
+    from orchestrator.adapters.db.notices import listening
     from orchestrator.adapters.db.store import SqlStore
     from orchestrator.adapters.ray import daemon, session
     from orchestrator.adapters.ray.groups import RayGroups
@@ -93,9 +120,14 @@ def running(settings: Settings, nodes: int | None, gpus_per_node: int) -> Iterat
     problem = StoredCheckpoints().unusable(settings.storage)
     if problem is not None:
         raise SettingsError(f"storage: {problem}")
-    upgrade_database(settings)
-    clock = SystemClock()
+    clock, place = SystemClock(), _cluster_name(settings)
     with ExitStack() as stack:
+        sole = stack.enter_context(_only_server(settings))
+        upgrade_database(settings)
+        engine = open_engine(settings.database_url)
+        stack.callback(engine.dispose)
+        leases = SqlLeases(engine)
+        _refuse_foreign(leases.lease(), place)
         if settings.ray_address is None:
             try:
                 cluster = daemon.start(settings.state_dir, nodes or 1, gpus_per_node)
@@ -107,13 +139,58 @@ def running(settings: Settings, nodes: int | None, gpus_per_node: int) -> Iterat
         else:
             session.connect(settings.ray_address)
         stack.callback(_leave, session.disconnect)
-        store = SqlStore(open_engine(settings.database_url))
-        stack.callback(store.close)
         wake = threading.Event()
-        control = assemble(store, RayGroups(wake), RayNodes(clock), clock, settings.storage, wake)
-        control.reconciler.start()
+        stack.enter_context(listening(engine, wake))
+        control = assemble(SqlStore(engine), RayGroups(wake), RayNodes(clock), clock, settings.storage, wake, leases, place, sole=sole)
+        stack.callback(control.leadership.stop)
+        control.leadership.start()
         stack.callback(control.reconciler.stop, STOP_S)
+        control.reconciler.start()
         yield control
+
+
+def _cluster_name(settings: Settings) -> str:
+    """The same for all servers whose jobs run in one Ray cluster."""
+    return settings.ray_address or f"embedded in {socket.gethostname()}:{settings.state_dir}"
+
+
+@contextmanager
+def _only_server(settings: Settings) -> Iterator[bool]:
+    """True where no other server can use the database. Raises SettingsError."""
+    from orchestrator.adapters.db.leases import OtherServer, only_server
+
+    try:
+        with only_server(settings.database_url) as sole:
+            yield sole
+    except OtherServer as error:
+        raise SettingsError(str(error)) from error
+
+
+def _refuse_foreign(lease: Lease, cluster: str) -> None:
+    """Servers of two clusters on one database would each take the other's jobs for lost."""
+    if foreign(lease, cluster):
+        raise SettingsError(
+            f"ray_address: the server {lease.holder} leads on this database, and its jobs run in the cluster "
+            f"{lease.cluster}, not in {cluster}; "
+            "set the same KEEPSTEP_RAY_ADDRESS, or stop that server first (where it died for good: `keepstep db release`)"
+        )
+
+
+def release_lease(settings: Settings) -> str | None:
+    """Gives back the lease of a server that died for good; its name, None where nobody held it. Raises SettingsError, Unavailable."""
+    from orchestrator.adapters.db.engine import open_engine
+    from orchestrator.adapters.db.leases import SqlLeases
+
+    upgrade_database(settings)
+    engine = open_engine(settings.database_url)
+    try:
+        leases = SqlLeases(engine)
+        lease = leases.lease()
+        if lease.holder is not None:
+            leases.release(lease.fence)
+        return lease.holder
+    finally:
+        engine.dispose()
 
 
 def _leave(disconnect: Callable[[], None]) -> None:
@@ -135,17 +212,24 @@ def end_cluster(settings: Settings) -> tuple[bool, list[Job]]:
 def _take_down(settings: Settings) -> list[Job]:
     """Told before it is done: what the next server finds missing is then no failure of its nodes."""
     from orchestrator.adapters.db.engine import open_engine
+    from orchestrator.adapters.db.leases import SqlLeases
     from orchestrator.adapters.db.store import SqlStore
 
     try:
-        store = SqlStore(open_engine(settings.database_url))
+        engine = open_engine(settings.database_url)
     except ValueError as error:
         raise SettingsError(str(error)) from error
+    store, leases = SqlStore(engine), SqlLeases(engine)
     try:
         jobs, attempts = store.open_jobs()
         now = SystemClock().now()
         steps = [step for job in jobs if (step := taken_down(job, attempts.get(job.id), now)) is not None]
-        return [store.save_step(step) for step in steps]
+        lease = leases.take(leases.lease(), "keepstep down", _cluster_name(settings)) if steps else None
+        if lease is None:
+            return []
+        saved = [store.save_step(step, lease.fence) for step in steps]
+        leases.release(lease.fence)
+        return saved
     except Unavailable as error:
         log.warning("what ran could not be noted, so its end will count as a loss: %s", error)
         return []

@@ -1,7 +1,7 @@
 """Do: the work that follows what was saved.
 
-Invariants: every action is idempotent and may fail; it is decided again on a later pass. Nobody waits for an action, and a group never
-has two of them under way.
+Invariants: nothing is begun without the lease, and every call carries its fence; every action is idempotent and may fail; it is decided
+again on a later pass. Nobody waits for an action, and a group never has two of them under way.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from orchestrator.core.actions import Action, CreateGroup, EndGroup, RemoveGroup
-from orchestrator.ports import Groups, Unavailable
+from orchestrator.ports import Groups, LeaseLost, Unavailable
 
 _log = logging.getLogger(__name__)
 Key = tuple[str, int]
@@ -21,10 +21,11 @@ Submit = Callable[[Callable[[], bool]], "Future[bool]"]
 
 
 class Executor:
-    """``submit`` is that of a thread pool. ``wake`` is set when a removal is complete, since another placement may wait for it."""
+    """``require`` gives the fence of the lease or raises LeaseLost. ``submit`` is that of a thread pool. ``wake`` is set when a removal is
+    complete, since another placement may wait for it."""
 
-    def __init__(self, groups: Groups, submit: Submit, wake: threading.Event) -> None:
-        self._groups, self._submit, self._wake = groups, submit, wake
+    def __init__(self, groups: Groups, require: Callable[[], int], submit: Submit, wake: threading.Event) -> None:
+        self._groups, self._require, self._submit, self._wake = groups, require, submit, wake
         self._under_way: dict[Key, tuple[Action, Future[bool]]] = {}
         self.errors = 0
 
@@ -59,7 +60,7 @@ class Executor:
         if error is None:
             return None if future.result() else "Ray still shows actors or the placement group of it"
         name = f"{type(action).__name__} {'.'.join(map(str, _key(action)))}"
-        if isinstance(error, Unavailable):
+        if isinstance(error, Unavailable | LeaseLost):
             _log.warning("%s: %s; tried again on a later pass", name, error)
             return str(error)
         self.errors += 1
@@ -68,13 +69,14 @@ class Executor:
 
     def _do(self, action: Action) -> bool:
         """False where it was not completed."""
+        fence = self._require()  # it may have waited for a thread
         match action:
             case CreateGroup(spec):
-                self._groups.create(spec)
+                self._groups.create(spec, fence)
             case EndGroup(job_id, attempt, grace_s):
-                self._groups.end(job_id, attempt, grace_s)
+                self._groups.end(job_id, attempt, grace_s, fence)
             case RemoveGroup(job_id, attempt):
-                return self._groups.remove(job_id, attempt)
+                return self._groups.remove(job_id, attempt, fence)
         return True
 
     def _removed(self, future: Future[bool]) -> None:

@@ -19,21 +19,22 @@ class Observer:
     def __init__(self, store: Store, groups: Groups, nodes: Nodes) -> None:
         self._store, self._groups, self._nodes = store, groups, nodes
 
-    def world(self, removed: frozenset[Key] = frozenset(), problems: dict[Key, str] | None = None) -> World:
-        """``removed``: groups whose removal was complete before this call; ``problems``: why the removal of others failed.
+    def world(self, fence: int | None, removed: frozenset[Key] = frozenset(), problems: dict[Key, str] | None = None) -> World:
+        """``fence``: of this server where it leads, None where it only looks. ``removed``: groups whose removal was complete before this
+        call; ``problems``: why the removal of others failed.
 
-        Raises Unavailable when the database does not answer.
+        Raises Unavailable when the database does not answer, LeaseLost when a coordinator follows another server.
         """
         jobs, attempts = self._store.open_jobs()
         live = [(a.job_id, a.number) for a in attempts.values() if a.state is not AttemptState.ENDED]
-        views = self._views(live)
+        views = self._views(live, fence)
         nodes = self._seen_nodes()
         strays = self._strays({job.id: job for job in jobs}, attempts)
         return World(tuple(jobs), attempts, views, nodes, removed=removed, removal_problems=problems or {}, strays=strays)
 
-    def _views(self, keys: list[Key]) -> dict[Key, GroupView]:
+    def _views(self, keys: list[Key], fence: int | None) -> dict[Key, GroupView]:
         try:
-            views = self._groups.observe(keys) if keys else {}
+            views = self._groups.observe(keys, fence) if keys else {}
         except Unavailable as error:
             _log.warning("groups cannot be seen: %s", error)
             views = {}

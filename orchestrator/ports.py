@@ -8,6 +8,7 @@ from typing import Protocol
 
 from orchestrator.core.actions import JobStep
 from orchestrator.core.figures import Figures
+from orchestrator.core.lease import Lease
 from orchestrator.core.model import Attempt, Checkpoint, Event, GroupView, Job, Node
 from workers.messages import CheckpointCheck, GroupSpec, Incident
 
@@ -24,6 +25,10 @@ class BadCursor(ValueError):
     """A cursor that no list gave out, or another list."""
 
 
+class LeaseLost(Exception):
+    """Another server leads: what this one decided must not be done."""
+
+
 class Clock(Protocol):
     def now(self) -> float:
         """Unix time in seconds."""
@@ -31,23 +36,26 @@ class Clock(Protocol):
 
 
 class Groups(Protocol):
-    """Groups of Ray actors. Every call is idempotent and named by (job id, attempt). Raises Unavailable when Ray does not answer."""
+    """Groups of Ray actors. Every call is idempotent and named by (job id, attempt). Raises Unavailable when Ray does not answer, and
+    LeaseLost where a coordinator has heard of a higher ``fence``."""
 
-    def observe(self, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], GroupView]: ...
+    def observe(self, keys: Sequence[tuple[str, int]], fence: int | None) -> dict[tuple[str, int], GroupView]:
+        """``fence``: of the server that leads, which the coordinators follow from then on; None: only a look."""
+        ...
 
     def existing(self) -> set[tuple[str, int]]:
         """All groups of which Ray still has a coordinator, agent or placement group, whoever asked for them."""
         ...
 
-    def create(self, spec: GroupSpec) -> None:
+    def create(self, spec: GroupSpec, fence: int) -> None:
         """Make placement group and coordinator if they do not exist; returns before they are ready."""
         ...
 
-    def end(self, job_id: str, attempt: int, grace_s: float) -> None:
+    def end(self, job_id: str, attempt: int, grace_s: float, fence: int) -> None:
         """Ask the coordinator to end its ranks: SIGTERM, then SIGKILL after ``grace_s``. No-op when there is none."""
         ...
 
-    def remove(self, job_id: str, attempt: int) -> bool:
+    def remove(self, job_id: str, attempt: int, fence: int) -> bool:
         """Remove actors, placement group and shared memory. True when nothing of the group is left; call again otherwise."""
         ...
 
@@ -109,11 +117,11 @@ class Store(Protocol):
         ...
 
     # status: written by the reconciler
-    def save_step(self, step: JobStep) -> Job:
-        """Save one decision: job guarded by version, attempt, events, incidents, checkpoints. Raises Conflict."""
+    def save_step(self, step: JobStep, fence: int) -> Job:
+        """Save one decision: job guarded by version, attempt, events, incidents, checkpoints. Raises Conflict, LeaseLost."""
         ...
 
-    def save_told(self, jobs: Sequence[Job]) -> None:
+    def save_told(self, jobs: Sequence[Job], fence: int) -> None:
         """Reason and message of jobs that wait; one that changed meanwhile is left out."""
         ...
 
@@ -172,6 +180,24 @@ class Store(Protocol):
 
     def ping(self) -> None:
         """Raises Unavailable."""
+        ...
+
+
+class Leases(Protocol):
+    """The lease of the reconciler that leads, in the database of all servers. Raises Unavailable."""
+
+    def lease(self) -> Lease: ...
+
+    def take(self, known: Lease, holder: str, cluster: str) -> Lease | None:
+        """With the next fence; None where it is not as ``known`` any more."""
+        ...
+
+    def renew(self, lease: Lease, passed_at: float | None) -> Lease | None:
+        """None where another one took it."""
+        ...
+
+    def release(self, fence: int) -> None:
+        """Nobody leads from now on; nothing where another one took it."""
         ...
 
 

@@ -84,7 +84,7 @@ class Service:
         Raises Refused ``storage_unusable``.
         """
         self._check_storage(spec)
-        world, now = self._observer.world(), self._clock.now()
+        world, now = self._observer.world(None), self._clock.now()
         new = Job("job-planned", spec.name, spec, JobState.PENDING, str(Reason.SUBMITTED), "", now)
         waiting = [job for job in world.jobs if job.state is JobState.PENDING and job.desired is Desired.RUN]
         since = {job.id: waiting_since(job, world.attempts.get(job.id)) for job in [*waiting, new]}

@@ -1,7 +1,8 @@
 """The coordinator: the Ray actor that leads a group. It sees through the agents, decides with ``restart.decide``, keeps, then acts.
 
 Invariants: the decided state is kept by the agents before, or with, the order that follows from it; all orders carry the term, so a
-coordinator that has been replaced can do nothing; it needs neither control plane nor database to recover a group.
+coordinator that has been replaced can do nothing, nor can a server whose lease is over; it needs
+neither control plane nor database to recover a group.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from workers.group import (
     ranks_of,
 )
 from workers.listing import Listing
-from workers.messages import AgentStatus, GroupPhase, GroupReport, GroupSpec, LaunchOrder, Source, check_schema
+from workers.messages import AgentStatus, GroupPhase, GroupReport, GroupSpec, LaunchOrder, Source, StaleServer, check_schema
 from workers.mirroring import Mirror
 from workers.news import News
 from workers.restart import decide
@@ -66,11 +67,12 @@ def coordinator_name(key: str) -> str:
 
 
 class Coordinator:
-    def __init__(self, spec: GroupSpec) -> None:
+    def __init__(self, spec: GroupSpec, fence: int) -> None:
+        """``fence``: of the server that makes the group."""
         check_schema(spec)
         self.spec = spec
         self.clock = SteadyClock()
-        self.group = new_group(spec, self.clock.now())
+        self.group = replace(new_group(spec, self.clock.now()), fence=fence)
         self.term = 0
         self.version = 1
         self.sequence = 0
@@ -178,7 +180,8 @@ class Coordinator:
         self.term = max([*terms, kept.term if kept is not None else 0], default=0) + 1
         if kept is not None:
             self.clock.reach(kept.at)  # its deadlines are by the clock of the one before
-            self.group = kept.group.say(
+            fence = max(self.group.fence, kept.group.fence)
+            self.group = replace(kept.group, fence=fence).say(
                 self.clock.now(), "CoordinatorRestarted", f"term {self.term} goes on from term {kept.term}; ranks were not touched"
             )
             self.sequence = kept.sequence + 1
@@ -332,7 +335,17 @@ class Coordinator:
 
     # what the control plane calls
 
-    async def report(self) -> GroupReport:
+    def _follow_server(self, fence: int | None) -> None:
+        """Raises StaleServer. None: somebody who only looks."""
+        if fence is None or fence == self.group.fence:
+            return
+        if fence < self.group.fence:
+            raise StaleServer(f"lease {fence} is over, {self.group.fence} leads")
+        self._update(replace(self.group, fence=fence))
+
+    async def report(self, fence: int | None = None) -> GroupReport:
+        """Raises StaleServer, as every order does."""
+        self._follow_server(fence)
         group = self.group
         phase, reason, message = group.shown
         ranks = ranks_of(group, self._observation())
@@ -367,8 +380,9 @@ class Coordinator:
         """Answers, with a number to ask with the next time, as soon as there is more news than at ``seen``."""
         return await self._news.after(seen)
 
-    async def end(self, grace_s: float) -> None:
+    async def end(self, grace_s: float, fence: int) -> None:
         """Idempotent; a later call may only shorten the grace."""
+        self._follow_server(fence)
         known = self.end_request
         if known is None or grace_s < known.grace_s:
             self.end_request = EndRequest(known.at if known else self.clock.now(), grace_s)
@@ -388,8 +402,9 @@ class Coordinator:
         self._heard(index, status)
         return str(said)
 
-    async def close(self) -> list[int]:
+    async def close(self, fence: int) -> list[int]:
         """Every agent ends what it has, frees its memory and leaves; returns pids that would not go. The caller removes this actor."""
+        self._follow_server(fence)
         self.closed = True
         left = await self._all("close")
         for agent in self.agents.values():

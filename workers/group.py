@@ -123,6 +123,7 @@ class Group:
     reason: str = ""
     message: str = ""
     ended_at: float | None = None
+    fence: int = 0  # highest of the servers that gave orders; one with a lower fence is refused
 
     def go(self, doing: Doing, now: float) -> Group:
         return replace(self, doing=doing, since=now, away_since=None)

@@ -14,6 +14,10 @@ from typing import Any
 SCHEMA = 1
 
 
+class StaleServer(Exception):
+    """The order came from a server whose lease is over."""
+
+
 class GroupPhase(StrEnum):
     """Where a group is in its life; written by the coordinator only."""
 

@@ -103,6 +103,16 @@ def db_upgrade(as_json: AsJson = False, state_dir: StateDir = None) -> None:
         print("the database was up to date" if revision is None else f"upgraded to {revision}")
 
 
+@db.command("release")
+def db_release(as_json: AsJson = False, state_dir: StateDir = None) -> None:
+    """Let a server of another cluster lead, where the last one died for good. One that lives loses the lead, too."""
+    holder = bootstrap.release_lease(settings.load(state_dir))
+    if as_json:
+        show.as_json({"released": holder})
+    else:
+        print("no server held the lease" if holder is None else f"released the lease of {holder}")
+
+
 def doctor(as_json: AsJson = False, state_dir: StateDir = None) -> None:
     """Check what a server on this machine needs: versions, database, cluster, storage, memory, port, clocks. Exit code 1: a problem."""
     findings = examine(settings.load(state_dir))

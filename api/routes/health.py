@@ -43,12 +43,12 @@ async def healthz() -> Health:
 
 @router.get("/readyz", summary="Are jobs looked after?", responses={503: {"model": Ready, "description": "Not ready"}})
 def readyz(here: Here) -> JSONResponse:
-    """No token needed. Ready: the database answers and the reconciler finished a pass within 30 s."""
-    last = here.work().last_pass_at
-    age = None if last is None else max(0.0, here.now() - last)
-    detail = "the database answers and the reconciler works"
+    """No token needed. Ready: the database answers and the reconciler of the server that leads finished a pass within 30 s."""
+    age, detail = None, "the database answers and the reconciler works"
     try:
         here.ping()
+        last = here.last_pass_at()
+        age = None if last is None else max(0.0, here.now() - last)
     except Unavailable:
         detail = "the database does not answer"
     else:

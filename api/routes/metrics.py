@@ -71,6 +71,9 @@ def _of_server(work: Work, now: float) -> Iterator[Metric]:
     yield CounterMetricFamily("keepstep_reconciler_pass_seconds", passes, value=work.seconds)
     yield CounterMetricFamily("keepstep_reconciler_refused", "Passes that the database did not let end.", value=work.refused)
     yield CounterMetricFamily("keepstep_reconciler_errors", "Steps and actions that failed in a way nobody foresaw.", value=work.errors)
+    leads = "1: this server leads, its reconciler looks after all jobs; 0: another one does."
+    yield GaugeMetricFamily("keepstep_reconciler_leads", leads, value=work.leads)
+    yield CounterMetricFamily("keepstep_leases_lost", "Leases of this server that another one took.", value=work.leases_lost)
     age = math.inf if work.last_pass_at is None else max(0.0, now - work.last_pass_at)
     yield GaugeMetricFamily("keepstep_reconciler_pass_age_seconds", "Since the newest finished pass; +Inf: none yet.", value=age)
 

@@ -16,6 +16,7 @@ import uvicorn
 from api.app import create_app
 from api.serve import context_of
 from orchestrator.adapters.db.engine import open_engine
+from orchestrator.adapters.db.leases import SqlLeases
 from orchestrator.adapters.db.schema import upgrade
 from orchestrator.adapters.db.store import SqlStore
 from orchestrator.bootstrap import Control, assemble
@@ -30,16 +31,16 @@ TOKEN = "test-token-of-enough-length"
 class NoCluster:
     """The Groups and Nodes ports while Ray does not answer, which is a state that every server must live with."""
 
-    def observe(self, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], GroupView]:
+    def observe(self, keys: Sequence[tuple[str, int]], fence: int | None) -> dict[tuple[str, int], GroupView]:
         raise Unavailable("ray: nothing answers")
 
-    def create(self, spec: GroupSpec) -> None:
+    def create(self, spec: GroupSpec, fence: int) -> None:
         raise Unavailable("ray: nothing answers")
 
-    def end(self, job_id: str, attempt: int, grace_s: float) -> None:
+    def end(self, job_id: str, attempt: int, grace_s: float, fence: int) -> None:
         raise Unavailable("ray: nothing answers")
 
-    def remove(self, job_id: str, attempt: int) -> bool:
+    def remove(self, job_id: str, attempt: int, fence: int) -> bool:
         raise Unavailable("ray: nothing answers")
 
     def drill(self, job_id: str, attempt: int, fault: str, rank: int) -> str:
@@ -95,7 +96,10 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]
     upgrade(engine)
     store = SqlStore(engine)
     nowhere = NoCluster()
-    control = assemble(store, nowhere, nowhere, SystemClock(), str(tmp_path / "storage"), threading.Event())
+    control = assemble(
+        store, nowhere, nowhere, SystemClock(), str(tmp_path / "storage"), threading.Event(), SqlLeases(engine), "none", sole=True
+    )
+    control.leadership.beat()
     config = uvicorn.Config(create_app(context_of(control), TOKEN), port=0, log_config=None, timeout_graceful_shutdown=1)
     running = _Thread(config)
     thread = threading.Thread(target=running.run_here)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
+from orchestrator.adapters.db.leases import SqlLeases
 from orchestrator.adapters.db.store import SqlStore
 from orchestrator.adapters.db.tables import JOBS
 from orchestrator.adapters.storage.checkpoints import StoredCheckpoints
@@ -25,6 +26,7 @@ from orchestrator.service import NotFound, Refused, Service, new_job_id
 from tests.core.make import ROOTS, spec
 from tests.simulation.clock import Dice, SimClock, at_once
 from tests.simulation.cluster import SimCluster
+from tests.simulation.leases import leading
 from workers.messages import CheckpointRecord
 
 TRAIN = {"command": ["train", "20"]}
@@ -46,7 +48,8 @@ class Place:
             stored=StoredCheckpoints(),
             folder_of=lambda job: str(folder / job.id),
         )
-        self.loop = Reconciler(store, self.cluster, self.cluster, self.clock, ROOTS, self.wake, submit=at_once)
+        self.lease = leading(SqlLeases(store._engine), self.wake)
+        self.loop = Reconciler(store, self.cluster, self.cluster, self.clock, ROOTS, self.wake, self.lease, submit=at_once)
 
     def submit(self, **changes: Any) -> Job:
         self.clock.at += 1
@@ -214,7 +217,7 @@ def test_a_pass_without_a_database_says_so(place: Place) -> None:
         def open_jobs(self) -> Any:
             raise Unavailable("database is away")
 
-    loop = Reconciler(Away(place.store._engine), place.cluster, place.cluster, place.clock, ROOTS, place.wake, submit=at_once)
+    loop = Reconciler(Away(place.store._engine), place.cluster, place.cluster, place.clock, ROOTS, place.wake, place.lease, submit=at_once)
     with pytest.raises(Unavailable):
         loop.once()
     assert loop.last_pass_at is None
@@ -224,12 +227,12 @@ def test_a_job_that_cannot_be_saved_stops_nobody_else(place: Place) -> None:
     bad, good = place.submit(), place.submit()
 
     class Picky(SqlStore):
-        def save_step(self, step: Any) -> Job:
+        def save_step(self, step: Any, fence: int | None = None) -> Job:
             if step.job.id == bad.id:
                 raise ValueError("a poisoned row")
-            return super().save_step(step)
+            return super().save_step(step, fence)
 
-    loop = Reconciler(Picky(place.store._engine), place.cluster, place.cluster, place.clock, ROOTS, place.wake, submit=at_once)
+    loop = Reconciler(Picky(place.store._engine), place.cluster, place.cluster, place.clock, ROOTS, place.wake, place.lease, submit=at_once)
     loop.once()
     assert (place.service.job(bad.id).state, place.service.job(good.id).state) == (JobState.PENDING, JobState.STARTING)
     assert (loop.errors, sorted(place.cluster.groups)) == (1, [(good.id, 1)])
@@ -262,7 +265,7 @@ class Slow:
 
 def test_a_slow_action_holds_up_nothing_and_has_no_second_beside_it(place: Place) -> None:
     slow = Slow()
-    place.loop = Reconciler(place.store, place.cluster, place.cluster, place.clock, ROOTS, place.wake, submit=slow)
+    place.loop = Reconciler(place.store, place.cluster, place.cluster, place.clock, ROOTS, place.wake, place.lease, submit=slow)
     first = place.submit(resources={"cpus_per_node": 1})
     place.look(3)
     assert len(slow.calls) == 1  # the group is made for three passes, and nobody asks for it again
@@ -314,16 +317,16 @@ def test_a_step_that_finds_another_version_does_nothing(place: Place) -> None:
     job = place.submit()
 
     class Late(SqlStore):
-        def save_step(self, step: Any) -> Job:
+        def save_step(self, step: Any, fence: int | None = None) -> Job:
             raise Conflict("changed")
 
-    loop = Reconciler(Late(place.store._engine), place.cluster, place.cluster, place.clock, ROOTS, place.wake, submit=at_once)
+    loop = Reconciler(Late(place.store._engine), place.cluster, place.cluster, place.clock, ROOTS, place.wake, place.lease, submit=at_once)
     assert loop.once() < 0.1
     assert (place.service.job(job.id).state, place.cluster.groups) == (JobState.PENDING, {})
 
 
 def test_the_thread_wakes_when_told_and_stops(place: Place) -> None:
-    loop = Reconciler(place.store, place.cluster, place.cluster, place.clock, ROOTS, place.wake)
+    loop = Reconciler(place.store, place.cluster, place.cluster, place.clock, ROOTS, place.wake, place.lease)
     passed = threading.Event()
     place.cluster.in_between = passed.set
     loop.start()

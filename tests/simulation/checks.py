@@ -5,9 +5,12 @@ Safety is checked at each save, against the row that was there before; liveness 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from sqlalchemy import select
+
+from orchestrator.adapters.db.tables import LEASES
 from orchestrator.core.actions import JobStep
 from orchestrator.core.model import Attempt, Job
 from orchestrator.core.states import ATTEMPT_TRANSITIONS, TRANSITIONS, AttemptState, Desired, JobState, Reason
@@ -39,14 +42,27 @@ class CheckedStore:
     def saved_attempt(self, job_id: str, number: int) -> Attempt | None:
         return self._attempts.get(job_id, {}).get(number)
 
-    def save_step(self, step: JobStep) -> Job:
+    def save_told(self, jobs: Sequence[Job], fence: int) -> None:
+        if jobs:
+            self._check_fence(fence, lambda: self._store.save_told(jobs, fence))
+
+    def _check_fence(self, fence: int, save: Callable[[], Any]) -> Any:
+        """The newest fence is read beside the code that is tested."""
+        with self._store._engine.begin() as connection:
+            newest = connection.execute(select(LEASES.c.fence)).scalar_one()
+        saved = save()
+        if fence != newest:
+            raise Violation(f"who lost the lease writes nothing: {fence} wrote, {newest} leads")
+        return saved
+
+    def save_step(self, step: JobStep, fence: int) -> Job:
         if self._dice.fault(0.01):
             raise Unavailable("database is away")
         crash, self.crash = self.crash, ""
         if self._dice.fault(0.01) or crash == "before":
             raise Crash("before the save")
         before = self._store.job(step.job.id)
-        saved: Job = self._store.save_step(step)
+        saved: Job = self._check_fence(fence, lambda: self._store.save_step(step, fence))
         check_job(before, saved, self._storage)
         if saved.state.final and self._left_of(saved.id):
             raise Violation(f"nothing is left behind a final job: {saved.state}, and {self._left_of(saved.id)} exists")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from orchestrator.core.model import Attempt, GroupView, Node, NodeState, Presence
-from orchestrator.ports import Unavailable
+from orchestrator.ports import LeaseLost, Unavailable
 from tests.simulation.clock import Crash, Dice, SimClock
 from tests.simulation.group import SimGroup, Storage
 from workers.messages import GroupSpec
@@ -79,16 +80,18 @@ class SimCluster:
             for node in self.node_ids
         )  # fmt: skip
 
-    def observe(self, keys: Sequence[Key]) -> dict[Key, GroupView]:
+    def observe(self, keys: Sequence[Key], fence: int | None) -> dict[Key, GroupView]:
         self._answer()
-        return {key: self._view(key) for key in keys if not self.dice.fault(0.02)}
+        return {key: self._view(key, fence) for key in keys if not self.dice.fault(0.02)}
 
-    def _view(self, key: Key) -> GroupView:
+    def _view(self, key: Key, fence: int | None) -> GroupView:
         group, now = self.groups.get(key), self.clock.now()
         if group is None:
             return GroupView(Presence.ABSENT)
         if not group.coordinator or now < group.silent_until:
             return GroupView(Presence.SILENT)
+        if fence is not None:
+            _stale(group, fence, late=False)
         if group.history and self.dice.fault(0.05):
             return GroupView(Presence.PRESENT, self.dice.random.choice(group.history))  # a report that was under way for long
         return GroupView(Presence.PRESENT, group.report)
@@ -97,10 +100,10 @@ class SimCluster:
         self._answer()
         return set(self.groups)
 
-    def create(self, spec: GroupSpec) -> None:
-        self._call(lambda late: self._create(spec, late))
+    def create(self, spec: GroupSpec, fence: int) -> None:
+        self._call(lambda late: self._create(spec, fence, late))
 
-    def _create(self, spec: GroupSpec, late: bool) -> None:
+    def _create(self, spec: GroupSpec, fence: int, late: bool) -> None:
         key = (spec.job_id, spec.attempt)
         if key in self.groups:
             return
@@ -110,20 +113,21 @@ class SimCluster:
         older = self.left_of(spec.job_id)
         if older and not late:
             self.violations.append(f"one live group: {key} was made while {older} existed")
-        self.groups[key] = SimGroup(spec, self.clock.now(), self.dice, self.storage)
+        self.groups[key] = SimGroup(spec, fence, self.clock.now(), self.dice, self.storage)
         self.groups[key].watch = self.watch
         if not late:
             self.on_call.add(key)
 
-    def end(self, job_id: str, attempt: int, grace_s: float) -> None:
-        def effect(_late: bool) -> None:
+    def end(self, job_id: str, attempt: int, grace_s: float, fence: int) -> None:
+        def effect(late: bool) -> None:
             group = self.groups.get((job_id, attempt))
-            if group is not None and group.coordinator and self.clock.now() >= group.silent_until:
+            answers = group is not None and group.coordinator and self.clock.now() >= group.silent_until
+            if answers and not _stale(group, fence, late):
                 group.end(self.clock.now(), grace_s)
 
         self._call(effect)
 
-    def remove(self, job_id: str, attempt: int) -> bool:
+    def remove(self, job_id: str, attempt: int, fence: int) -> bool:
         if self.dice.fault(0.25):
             return False  # an agent still holds on
         self._call(lambda _late: self._remove((job_id, attempt)))
@@ -163,3 +167,13 @@ class SimCluster:
             raise Unavailable("done, but the answer was lost")
         if self.dice.fault(0.02):
             raise Crash("after the call")
+
+
+def _stale(group: SimGroup, fence: int, late: bool) -> bool:
+    """Follows a newer server, refuses an older one. A late call has nobody who waits for its answer."""
+    if fence >= group.group.fence:
+        group.group = replace(group.group, fence=fence)
+        return False
+    if late:
+        return True
+    raise LeaseLost(f"lease {fence} is over, {group.group.fence} leads")

@@ -13,12 +13,14 @@ from orchestrator.core.group_spec import Roots
 from orchestrator.core.model import Job
 from orchestrator.core.spec import JobSpec
 from orchestrator.core.states import AttemptState, Desired
+from orchestrator.leadership import Leadership
 from orchestrator.ports import Unavailable
 from orchestrator.reconciler import Reconciler
 from orchestrator.service import Refused, Service
 from tests.simulation.checks import CheckedStore, Violation, check_verdict
 from tests.simulation.clock import Crash, Dice, SimClock, at_once
 from tests.simulation.cluster import SimCluster
+from tests.simulation.leases import DicedLeases, add_lease
 
 ROUNDS = 45  # with faults
 CALM_S = 3 * 3600.0  # within which everything must have ended
@@ -36,6 +38,8 @@ class Run:
         self.cluster = SimCluster(self.clock, self.dice, nodes=nodes or self.dice.random.randint(1, 4))
         self.engine = open_engine("sqlite://")
         METADATA.create_all(self.engine)
+        add_lease(self.engine)
+        self.leases = DicedLeases(self.engine, self.dice)
         self.store: Any = CheckedStore(SqlStore(self.engine), self.dice, self.cluster.storage, self.cluster.left_of)
         self.cluster.saved_attempt = self.store.saved_attempt
         self.wake = threading.Event()
@@ -45,14 +49,16 @@ class Run:
             bundle_exists=lambda sha: True, stored=StoredCheckpoints(), folder_of=lambda job: job.id,
             new_id=lambda: f"job-{next(ids):012d}",
         )  # fmt: skip
-        self.loops = [self.new_loop(), self.new_loop()]
+        self.wakes_at = [0.0, 0.0]  # of each server; until then it sleeps
+        self.servers = [self.new_server(0), self.new_server(1)]
         self.cluster.in_between = self._in_between
         self.nested = False
         self.jobs: list[str] = []
         self.user_errors: set[str] = set()
 
-    def new_loop(self) -> Reconciler:
-        return Reconciler(self.store, self.cluster, self.cluster, self.clock, ROOTS, self.wake, submit=at_once)
+    def new_server(self, which: int) -> tuple[Leadership, Reconciler]:
+        lease = Leadership(self.leases, f"server {which}", "cluster", self.wake, monotonic=self.clock.now)
+        return lease, Reconciler(self.store, self.cluster, self.cluster, self.clock, ROOTS, self.wake, lease, submit=at_once)
 
     def whole(self) -> None:
         """Faults for a while, then calm until everything has ended; raises Violation."""
@@ -62,7 +68,7 @@ class Run:
                 self.cluster.advance()
                 self._user()
                 self._accident()
-                self.pass_(self.dice.random.choice((0, 0, 0, 1)))
+                self.turn()
                 self.check_now()
             self._calm()
         finally:
@@ -141,21 +147,31 @@ class Run:
             return
         self.nested = True
         try:
-            if self.dice.fault(0.15):
-                self.pass_(1)
+            if self.dice.fault(0.15):  # as long as a lease lasts, so that the other one takes it in the middle of this pass
+                self.clock.at += self.dice.between(2.5, 4)
+                self.turn()
             if self.jobs and self.dice.fault(0.06):
                 self._cancel(self.dice.random.choice(self.jobs))
         finally:
             self.nested = False
 
-    def pass_(self, which: int) -> None:
-        loop = self.loops[which]
+    def turn(self) -> None:
+        """Both servers beat and make a pass, unless they sleep."""
+        for which in self.dice.random.sample((0, 1), 2):
+            if self.dice.fault(0.04):
+                self.wakes_at[which] = self.clock.now() + self.dice.between(1, 30)
+            if self.clock.now() >= self.wakes_at[which] or not self.dice.faults:
+                self._serve(which)
+
+    def _serve(self, which: int) -> None:
+        lease, loop = self.servers[which]
         try:
+            lease.beat()
             loop.once()
         except Unavailable:
             pass
         except Crash:
-            self.loops[which] = self.new_loop()
+            self.servers[which] = self.new_server(which)
         if loop.errors:
             raise Violation("no error that nobody foresaw")
 
@@ -183,7 +199,7 @@ class Run:
                 raise Violation(f"a cancelled job ends soon: {told}")
             self.clock.at += self.dice.between(2, 12)
             self.cluster.advance()
-            self.pass_(0)
+            self.turn()
             self.check_now()
         for job_id in self.jobs:
             job, attempts = self.job(job_id), self.store.attempts(job_id)

@@ -44,7 +44,7 @@ class Storage:
 
 
 class SimGroup:
-    def __init__(self, spec: GroupSpec, now: float, dice: Dice, storage: Storage) -> None:
+    def __init__(self, spec: GroupSpec, fence: int, now: float, dice: Dice, storage: Storage) -> None:
         self.spec, self.dice, self.storage = spec, dice, storage
         self.total = int(spec.command[1])
         self.rate = dice.between(1, 4)
@@ -58,7 +58,7 @@ class SimGroup:
         self.orders = "done"  # or for the agents: lost, late, twice
         self.late: list[tuple[float, object]] = []
         self.end_request: EndRequest | None = None
-        self.group = self.kept = new_group(spec, now)  # kept: by the agents before the newest decision
+        self.group = self.kept = replace(new_group(spec, now), fence=fence)  # kept: by the agents before the newest decision
         self.version = 1
         self.report = self._report()
         self.history: list[GroupReport] = []

@@ -218,7 +218,7 @@ def _to_the_end(scene: Scene) -> Job:
             for end in scene.calm:
                 end()
             scene.calm, calm_at = [], None
-        run.pass_(0)
+        run.turn()
         run.check_now()
         job = run.job(run.jobs[0])
         if job.state.final and not run.cluster.groups and not run.cluster.late and not run.unfinished():

@@ -21,7 +21,7 @@ from orchestrator.ports import Unavailable
 
 from .values import incident, new_job, submitted
 
-NEWEST = "0007"
+NEWEST = "0008"
 
 
 def test_the_migrated_schema_is_the_one_in_the_code(engine: Engine) -> None:

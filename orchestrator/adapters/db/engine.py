@@ -25,7 +25,8 @@ WAIT_S = 10
 _NO_TABLE = ("no such table", "does not exist")  # as SQLite and PostgreSQL say it
 _turns: WeakKeyDictionary[Engine, threading.Lock] = WeakKeyDictionary()
 _WRITE = "keepstep_write"
-_POSTGRES_OPTIONS = f"-c lock_timeout={WAIT_S}s -c statement_timeout=30s -c idle_in_transaction_session_timeout=60s"
+# No transaction waits for anything but the database: one that is idle for seconds is that of a server that sleeps, and holds up all others.
+_POSTGRES_OPTIONS = f"-c lock_timeout={WAIT_S}s -c statement_timeout=30s -c idle_in_transaction_session_timeout=3s"
 _POSTGRES_SOCKET = {"connect_timeout": 5, "keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count": 3, "tcp_user_timeout": 10_000}
 
 

@@ -19,6 +19,8 @@ from sqlalchemy.dialects import postgresql, sqlite
 from orchestrator.adapters.db import cursors
 from orchestrator.adapters.db.engine import reading, writing
 from orchestrator.adapters.db.figures import figures, keep
+from orchestrator.adapters.db.leases import guard
+from orchestrator.adapters.db.notices import notify
 from orchestrator.adapters.db.rows import clean, row, value
 from orchestrator.adapters.db.tables import ATTEMPTS, CHECKPOINTS, EVENTS, IDEMPOTENCY_KEYS, INCIDENTS, JOBS, LABELS
 from orchestrator.core.actions import JobStep
@@ -63,6 +65,7 @@ class SqlStore:
                 labels = [{"job_id": job.id, "key": key, "value": label} for key, label in job.spec.labels.items()]
                 connection.execute(insert(LABELS), labels)
             _insert_new(connection, EVENTS, [row(EVENTS, event)], ("job_id", "source", "source_seq"))
+            notify(connection)
         return job, True
 
     def _made_by(self, connection: Connection, key: str, body_hash: str) -> Job:
@@ -80,16 +83,22 @@ class SqlStore:
         with writing(self._engine) as connection:
             saved = _guarded_update(connection, job, _INTENT)
             _insert_new(connection, EVENTS, [row(EVENTS, event)], ("job_id", "source", "source_seq"))
+            notify(connection)
         return saved
 
     # status
 
-    def save_step(self, step: JobStep) -> Job:
-        """Writes one decision where the version is still ``step.job.version``; returns the job with its new version. Raises Conflict."""
+    def save_step(self, step: JobStep, fence: int | None = None) -> Job:
+        """Writes one decision where the version is still ``step.job.version``; returns the job with its new version.
+
+        ``fence``: of the server that decided; None: nobody leads, nobody can. Raises Conflict, LeaseLost.
+        """
         if not step.changed:
             return step.job
         status = tuple(name for name in JOBS.columns.keys() if name not in _FIXED + _INTENT)  # noqa: SIM118
         with writing(self._engine) as connection:
+            if fence is not None:
+                guard(connection, fence)
             saved = _guarded_update(connection, step.job, status)
             if step.attempt is not None:
                 _upsert(connection, ATTEMPTS, [row(ATTEMPTS, step.attempt)], ("job_id", "number"))
@@ -105,10 +114,13 @@ class SqlStore:
                 connection.execute(delete(CHECKPOINTS).where(CHECKPOINTS.c.job_id == step.job.id, pruned))
         return saved
 
-    def save_told(self, jobs: Sequence[Job]) -> None:
-        """Writes reason and message of jobs that wait, in one transaction; a job with another version by now is left out."""
+    def save_told(self, jobs: Sequence[Job], fence: int | None = None) -> None:
+        """Writes reason and message of jobs that wait, in one transaction; a job with another version by now is left out. Raises
+        LeaseLost."""
         if jobs:
             with writing(self._engine) as connection:
+                if fence is not None:
+                    guard(connection, fence)
                 connection.execute(_guarded(_TOLD), [_guard(job, _TOLD) for job in jobs])
 
     # reads

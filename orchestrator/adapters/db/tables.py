@@ -218,4 +218,17 @@ IDEMPOTENCY_KEYS = Table(
     Index(None, "job_id"),
 )
 
+# The fence is part of a key, so that PostgreSQL's key share locks hold it still and let renewals pass.
+LEASES = Table(
+    "leases",
+    METADATA,
+    Column("name", Text, primary_key=True),
+    _number("fence"),
+    _text("holder", null=True),
+    _text("cluster", null=True),
+    _number("beats"),
+    _instant("passed_at", null=True),
+    UniqueConstraint("name", "fence"),
+)
+
 META = Table("meta", METADATA, Column("key", Text, primary_key=True), _text("value"))

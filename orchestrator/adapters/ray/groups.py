@@ -10,13 +10,13 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from orchestrator.adapters.ray.session import NAMESPACE, answer
 from orchestrator.core.model import GroupView, Presence
-from orchestrator.ports import Unavailable
-from workers.messages import GroupSpec
+from orchestrator.ports import LeaseLost, Unavailable
+from workers.messages import GroupSpec, StaleServer
 from workers.processes import sweep
 
 REPORT_S = 2.0
@@ -38,10 +38,10 @@ class RayGroups:
         self._wake = wake
         self._awaited: dict[tuple[str, int], tuple[Any, int]] = {}  # by group: the call that answers with its news, the news seen before
 
-    def observe(self, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], GroupView]:
-        return answer(lambda: self._observe(keys), REPORT_S + 3.0)
+    def observe(self, keys: Sequence[tuple[str, int]], fence: int | None) -> dict[tuple[str, int], GroupView]:
+        return answer(lambda: self._observe(keys, fence), REPORT_S + 3.0)
 
-    def _observe(self, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], GroupView]:
+    def _observe(self, keys: Sequence[tuple[str, int]], fence: int | None) -> dict[tuple[str, int], GroupView]:
         import ray
 
         views: dict[tuple[str, int], GroupView] = {}
@@ -50,7 +50,7 @@ class RayGroups:
         for key in keys:
             coordinator = self._coordinator(key_of(*key))
             if coordinator is not None:
-                asked[coordinator.report.remote()] = key
+                asked[coordinator.report.remote(fence)] = key
                 coordinators[key] = coordinator
             else:
                 placed = self._placement_group(key_of(*key)) is not None
@@ -59,7 +59,7 @@ class RayGroups:
         for ref, key in asked.items():
             views[key] = GroupView(Presence.SILENT)
             if ref in done:
-                with contextlib.suppress(ray.exceptions.RayError):
+                with contextlib.suppress(ray.exceptions.RayError), _fenced():
                     views[key] = GroupView(Presence.PRESENT, ray.get(ref))
         self._await_news({key: coordinator for key, coordinator in coordinators.items() if views[key].presence is Presence.PRESENT})
         return views
@@ -93,10 +93,10 @@ class RayGroups:
         names += [str(p["name"]) + "." for p in placement_group_table().values() if p["state"] != "REMOVED"]
         return {(match[1], int(match[2])) for name in names if (match := _OURS.match(name))}
 
-    def create(self, spec: GroupSpec) -> None:
-        answer(lambda: self._create(spec), 10.0)
+    def create(self, spec: GroupSpec, fence: int) -> None:
+        answer(lambda: self._create(spec, fence), 10.0)
 
-    def _create(self, spec: GroupSpec) -> None:
+    def _create(self, spec: GroupSpec, fence: int) -> None:
         import ray
         from ray.util.placement_group import placement_group
 
@@ -123,19 +123,19 @@ class RayGroups:
             max_restarts=-1,
             max_task_retries=0,
             max_concurrency=1000,
-        ).remote(spec)
+        ).remote(spec, fence)
         for node in spec.nodes:  # the coordinator would make them, but only once its own process has started
             with contextlib.suppress(NodeGone):
                 make_agent(spec, node.index)
 
-    def end(self, job_id: str, attempt: int, grace_s: float) -> None:
+    def end(self, job_id: str, attempt: int, grace_s: float, fence: int) -> None:
         def ask() -> None:
             import ray
 
             coordinator = self._coordinator(key_of(job_id, attempt))
             if coordinator is not None:
-                with contextlib.suppress(ray.exceptions.RayError):
-                    ray.get(coordinator.end.remote(grace_s), timeout=REPORT_S)
+                with contextlib.suppress(ray.exceptions.RayError), _fenced():
+                    ray.get(coordinator.end.remote(grace_s, fence), timeout=REPORT_S)
 
         answer(ask, REPORT_S + 2.0)
 
@@ -155,18 +155,18 @@ class RayGroups:
 
         return answer(ask, REPORT_S + 2.0)
 
-    def remove(self, job_id: str, attempt: int) -> bool:
-        return answer(lambda: self._remove(key_of(job_id, attempt)), CLOSE_S + 25.0)
+    def remove(self, job_id: str, attempt: int, fence: int) -> bool:
+        return answer(lambda: self._remove(key_of(job_id, attempt), fence), CLOSE_S + 25.0)
 
-    def _remove(self, key: str) -> bool:
+    def _remove(self, key: str, fence: int) -> bool:
         import ray
         from ray.util.placement_group import placement_group_table, remove_placement_group
 
         coordinator = self._coordinator(key)
         clean = False
         if coordinator is not None:
-            with contextlib.suppress(ray.exceptions.RayError):
-                clean = not ray.get(coordinator.close.remote(), timeout=CLOSE_S)
+            with contextlib.suppress(ray.exceptions.RayError), _fenced():
+                clean = not ray.get(coordinator.close.remote(fence), timeout=CLOSE_S)
         placed = self._placement_group(key)
         nodes: set[str] = set()
         if placed is not None:
@@ -220,6 +220,19 @@ class RayGroups:
         with contextlib.suppress(ValueError):
             return ray.util.get_placement_group(key)
         return None
+
+
+@contextlib.contextmanager
+def _fenced() -> Iterator[None]:
+    """Turns a coordinator's refusal of this server into LeaseLost."""
+    from ray.exceptions import RayTaskError
+
+    try:
+        yield
+    except RayTaskError as error:
+        if isinstance(error.cause, StaleServer):
+            raise LeaseLost(str(error.cause)) from None
+        raise
 
 
 def _actor_names() -> list[str]:
