@@ -150,8 +150,9 @@ def running(settings: Settings, nodes: int | None, gpus_per_node: int) -> Iterat
 
 
 def _cluster_name(settings: Settings) -> str:
-    """The same for all servers whose jobs run in one Ray cluster."""
-    return settings.ray_address or f"embedded in {socket.gethostname()}:{settings.state_dir}"
+    """The same for all servers whose jobs run in one Ray cluster. With SQLite they are on one machine, whatever its name is today."""
+    host = "" if settings.database_url.startswith("sqlite") else f"{socket.gethostname()}:"
+    return settings.ray_address or f"embedded in {host}{settings.state_dir}"
 
 
 @contextmanager

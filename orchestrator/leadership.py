@@ -30,7 +30,7 @@ class Leadership:
         sole: bool = False,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``holder`` names this server for people; ``wake`` is set when it begins to lead."""
+        """``holder`` names this server for people; ``wake`` is set when it begins to lead, or may act again."""
         self._leases, self._holder, self._cluster, self._wake = leases, holder, cluster, wake
         self._sole, self._monotonic = sole, monotonic
         self._mine: Lease | None = None
@@ -83,7 +83,10 @@ class Leadership:
             if renewed is None:
                 self.drop(mine.fence)
             else:
+                held = self.fence is not None
                 self._mine, self._renewed_at = renewed, began
+                if not held:  # the database was away
+                    self._wake.set()
 
     def _take(self, now: float) -> None:
         self._watched = watch(self._watched, self._leases.lease(), now)

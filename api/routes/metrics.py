@@ -25,7 +25,7 @@ TEXT: dict[int | str, dict[str, Any]] = {200: {"description": "Prometheus' text 
 def metrics(here: Here) -> Response:
     """Needs the token. What concerns jobs is counted in the database: it survives restarts and is the same on every server."""
     registry = CollectorRegistry()
-    registry.register(_Collected([*_of_jobs(here.figures()), *_of_server(here.work(), here.now())]))
+    registry.register(_Collected([*_of_jobs(here.figures()), *_of_server(here.work(), here.last_pass_at(), here.now())]))
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -65,7 +65,7 @@ def _of_jobs(figures: Figures) -> Iterator[Metric]:
     yield GaugeMetricFamily("keepstep_checkpoints", "Checkpoints in storage.", value=figures.checkpoints)
 
 
-def _of_server(work: Work, now: float) -> Iterator[Metric]:
+def _of_server(work: Work, last_pass_at: float | None, now: float) -> Iterator[Metric]:
     passes = "Passes of the reconciler that this server has finished, and their seconds."
     yield CounterMetricFamily("keepstep_reconciler_passes", passes, value=work.passes)
     yield CounterMetricFamily("keepstep_reconciler_pass_seconds", passes, value=work.seconds)
@@ -74,8 +74,10 @@ def _of_server(work: Work, now: float) -> Iterator[Metric]:
     leads = "1: this server leads, its reconciler looks after all jobs; 0: another one does."
     yield GaugeMetricFamily("keepstep_reconciler_leads", leads, value=work.leads)
     yield CounterMetricFamily("keepstep_leases_lost", "Leases of this server that another one took.", value=work.leases_lost)
-    age = math.inf if work.last_pass_at is None else max(0.0, now - work.last_pass_at)
-    yield GaugeMetricFamily("keepstep_reconciler_pass_age_seconds", "Since the newest finished pass; +Inf: none yet.", value=age)
+    age = math.inf if last_pass_at is None else max(0.0, now - last_pass_at)
+    yield GaugeMetricFamily(
+        "keepstep_reconciler_pass_age_seconds", "Since the newest finished pass of the server that leads; +Inf: none yet.", value=age
+    )
 
 
 def _histogram(name: str, text: str, spreads: dict[tuple[str, ...], Spread], labels: list[str]) -> Metric:
