@@ -31,7 +31,9 @@ def test_a_damaged_checkpoint_is_found_and_the_one_before_taken(server: Server) 
         os.kill(pid, signal.SIGKILL)
     incident = job.recovered(1)
     assert incident["restored_from"] == "storage"
-    assert incident["resumed_step"] == max(c["step"] for c in job.items("checkpoints") if c["step"] < damaged)  # a busy machine skips some
+    # A busy machine skips some, and the next generation may have made them since.
+    before = [c["step"] for c in job.items("checkpoints") if c["generation"] <= incident["generation"] and c["step"] < damaged]
+    assert incident["resumed_step"] == max(before)
     assert "CheckpointInvalid" in job.reasons()
     assert "CheckpointSkipped" in job.reasons()
     job.let_finish()
