@@ -60,10 +60,9 @@ class Leadership:
     def pass_begins(self) -> None:
         self._pass_began = self._monotonic()
 
-    def pass_ends(self, at: float | None = None) -> None:
-        """``at``: when it was complete, Unix seconds; None: it was not."""
-        self._pass_began = None
-        self._passed_at = at if at is not None else self._passed_at
+    def pass_ends(self, at: float | None) -> None:
+        """``at``: when the newest complete one ended, Unix seconds; None: there was none."""
+        self._pass_began, self._passed_at = None, at
 
     def drop(self, fence: int) -> None:
         """Somebody refused this fence: another server leads."""
